@@ -1,0 +1,61 @@
+"""FoveaKV: keep what a vision-language model looks at, drop or fetch back the rest of its key-value cache."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Names are loaded on first use, so that `import foveakv` stays light (no torch, no transformers).
+_HOME = {
+    "compress": "foveakv.session",
+    "cache_for": "foveakv.session",
+    "Session": "foveakv.session",
+    "CompressedCache": "foveakv.cache",
+    "Report": "foveakv.report",
+    "load": "foveakv.models",
+    "Method": "foveakv.methods",
+    "Full": "foveakv.methods.full",
+    "Random": "foveakv.methods.random",
+    "Streaming": "foveakv.methods.streaming",
+    "H2O": "foveakv.methods.h2o",
+    "SnapKV": "foveakv.methods.snapkv",
+    "AdaKV": "foveakv.methods.adakv",
+    "FastV": "foveakv.methods.fastv",
+    "HAE": "foveakv.methods.hae",
+    "HybridKV": "foveakv.methods.hybridkv",
+    "FoveaKVError": "foveakv.errors",
+}
+__all__ = ["__version__", *_HOME]
+
+if TYPE_CHECKING:
+    from foveakv.cache import CompressedCache
+    from foveakv.errors import FoveaKVError
+    from foveakv.methods import Method
+    from foveakv.methods.adakv import AdaKV
+    from foveakv.methods.fastv import FastV
+    from foveakv.methods.full import Full
+    from foveakv.methods.h2o import H2O
+    from foveakv.methods.hae import HAE
+    from foveakv.methods.hybridkv import HybridKV
+    from foveakv.methods.random import Random
+    from foveakv.methods.snapkv import SnapKV
+    from foveakv.methods.streaming import Streaming
+    from foveakv.models import load
+    from foveakv.report import Report
+    from foveakv.session import Session, cache_for, compress
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+        globals()[name] = value
+        return value
+    if name in ("methods", "errors", "models", "kernels"):
+        return importlib.import_module(f"foveakv.{name}")
+    raise AttributeError(f"module 'foveakv' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

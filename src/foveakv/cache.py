@@ -1,0 +1,404 @@
+"""transformers' Cache contract over compressed memory and a method.
+
+Life of a prompt: `begin` (the prompt is known) -> every layer `update` + `end_prefill` (dense attention, then the
+method decides what stays) -> `finish` -> any number of `update` + `attend` (attention over stored slots).
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from foveakv import compat
+from foveakv.budget import Geometry
+from foveakv.errors import CacheInUseError, MethodError, NoVisualTokensError, UnsupportedModeError
+from foveakv.handle import KVHandle
+from foveakv.kernels import decode_attention
+from foveakv.masks import Mask, stored_mask, visible_rows
+from foveakv.memory.segments import Segments
+from foveakv.methods.base import Counts, DecodeView, Method, PrefillView
+from foveakv.prompt import PromptMap
+
+
+class ExtraMemory(Protocol):
+    """Memory that a method adds to a layer, e.g. a backing store with its digests."""
+
+    device_nbytes: int
+    host_nbytes: int
+    extra_slots: int
+    """Prompt slots that live here and not in the layer's segments."""
+
+    def select_sequences(self, index: Tensor) -> None:
+        """Follows a reordering of the batch (beams): LongTensor [B']."""
+
+
+class CompressedLayer(compat.CacheLayerMixin):
+    """One layer's compressed KV. Lengths it reports are logical: tokens seen, not slots stored."""
+
+    is_compileable = False
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, cache: CompressedCache, layer_idx: int, ordinal: int) -> None:
+        super().__init__()
+        self._cache = weakref.ref(cache)  # the cache owns its layers; a strong link back would delay freeing the memory
+        self.layer_idx = layer_idx
+        self.ordinal = ordinal
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets everything; the next update begins a new prompt."""
+        self.segments: Segments | None = None
+        self.extra_memory: list[ExtraMemory] = []
+        self.state: dict[str, Any] = {}
+        self.counts = Counts()
+        self.seen = 0
+        self.prompt_slots = 0
+        self.prompt_columns = 0
+        self.full_nbytes = 0
+        self._dense: tuple[Tensor, Tensor] | None = None
+        self._queries: Tensor | None = None
+        self.is_initialized = False
+
+    @property
+    def cache(self) -> CompressedCache:
+        cache = self._cache()
+        if cache is None:
+            raise CacheInUseError("the CompressedCache that owned this layer is gone; keep a reference to it while generating")
+        return cache
+
+    # ---- transformers' contract
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[KVHandle, KVHandle]:
+        """Takes new keys [B, H, q, D] and values [B, H, q, Dv]; returns a handle for our attention function."""
+        new = self.cache.forward_tokens
+        if new is None:
+            raise CacheInUseError(
+                "a compressed cache was used outside its model's forward pass: inside `with foveakv.compress(model, ...)`, or "
+                "with a cache from `foveakv.cache_for(model, ...)`, call that very model (not a submodule, not another one)"
+            )
+        if self.segments is not None and len(key_states) != self.segments.batch:
+            raise CacheInUseError(f"this cache holds {self.segments.batch} sequences and got {len(key_states)}")
+        self.is_initialized = True
+        self.seen += new
+        if self.segments is None:
+            if self._dense is not None:
+                key_states = torch.cat([self._dense[0], key_states], dim=-2)
+                value_states = torch.cat([self._dense[1], value_states], dim=-2)
+            self._dense = (key_states, value_states)
+            handle = KVHandle(self, key_states, value_states)
+        else:
+            positions = torch.arange(self.seen - new, self.seen, device=key_states.device).expand(len(key_states), new)
+            self.segments.append(key_states.detach(), value_states.detach(), positions)
+            handle = KVHandle(self)
+        return handle, handle
+
+    def get_seq_length(self) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.seen + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        return not self.cache.method.evicts_while_decoding
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the newest tokens (assisted decoding rejects drafts this way)."""
+        remove = compat.tokens_to_remove(tokens_to_remove, self.seen)
+        if remove == 0:
+            return
+        if not self.is_croppable:
+            raise UnsupportedModeError(
+                f"{self.cache.method.name} evicts while decoding, so rejected draft tokens cannot be taken back; use a "
+                "method that evicts at prefill only (snapkv, adakv, hybridkv) or generate without an assistant"
+            )
+        self.seen -= remove
+        if self.segments is not None:
+            self.segments.crop(self.seen)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._select(torch.arange(self._batch, device=indices.device)[indices])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._select(torch.arange(self._batch).repeat_interleave(repeats))
+
+    @property
+    def _batch(self) -> int:
+        return self.segments.batch if self.segments is not None else 0
+
+    def _select(self, index: Tensor) -> None:
+        if self.segments is None:
+            return
+        self.segments.select_sequences(index)
+        for memory in self.extra_memory:
+            memory.select_sequences(index)
+        for key, value in self.state.items():
+            if isinstance(value, Tensor):  # by convention, tensors in a layer's state are [B, ...]
+                self.state[key] = value.index_select(0, index.to(value.device))
+
+    # ---- what our attention function calls
+
+    def end_prefill(self, query: Tensor, handle: KVHandle, mask: Mask | None, scaling: float) -> None:
+        """After the dense attention of a prefill chunk: in the last one, lets the method decide and stores the rest."""
+        cache = self.cache
+        query = query.detach()
+        if cache.method.needs_queries(self.ordinal) and self._queries is not None:
+            query = torch.cat([self._queries, query], dim=-2)
+        if not cache.last_chunk:
+            self._queries = query if cache.method.needs_queries(self.ordinal) else None
+            handle.release()
+            return
+        keys, values = (t.detach() for t in self._dense or ())
+        prompt, positions = cache.columns(self.ordinal)
+        view = PrefillView(
+            self.layer_idx, self.ordinal, query, scaling, cache, self.state, self.counts,
+            keys, values, positions, prompt, visible_rows(mask, keys.shape[-2]),
+        )  # fmt: skip
+        keep = cache.method.prefill(view)
+        batch, heads, columns = keys.shape[:3]
+        real = prompt.real[:, None]
+        keep = real if keep is None else keep & real
+        self.segments = Segments.from_dense(keys, values, keep.expand(batch, heads, columns), positions)
+        self.prompt_slots = int(cache.full_prompt.lengths.sum()) * heads
+        per_slot = (keys.shape[-1] + values.shape[-1]) * keys.element_size()
+        self.prompt_columns = self.seen
+        self.full_nbytes = per_slot * heads * batch * self.seen
+        cache.note_peak()
+        self._dense = self._queries = None
+        handle.release()
+        cache.end_layer(self)
+
+    def attend(self, query: Tensor, mask: Mask | None, scaling: float) -> Tensor:
+        """Attention of query [B, Hq, q, D] over the stored slots; returns [B, q, Hq, Dv]."""
+        cache, segments = self.cache, self.segments
+        if segments is None:
+            raise CacheInUseError("this layer has no prompt yet")
+        method, new = cache.method, query.shape[-2]
+        view = DecodeView(
+            self.layer_idx, self.ordinal, query, scaling, cache, self.state, self.counts, segments, self.seen
+        )
+        if method.retrieves:
+            method.before_attention(view)
+        if cache.trace is not None:
+            cache.trace[-1][self.layer_idx] = segments.positions()
+        allowed = None
+        if new > 1 or mask is None or not mask.plain or mask.padded_from(cache.prompt_columns):
+            allowed = stored_mask(mask, segments.positions(), self.seen, new, cache.prompt_columns)
+        output, view.mass = decode_attention(
+            query, segments.runs, scaling, allowed, need_mass=method.needs_mass, backend=cache.backend
+        )
+        if method.evicts_while_decoding:
+            keep = method.decode(view)
+            if keep is not None:
+                before = int(segments.lengths.sum())
+                cache.note_peak()
+                segments.keep(keep)
+                self.counts.add(evicted=before - int(segments.lengths.sum()))
+        return output.transpose(1, 2).contiguous()
+
+    @property
+    def device_nbytes(self) -> int:
+        """Storage bytes on the compute device: keys, values, positions, side tensors, digests."""
+        dense = sum(t.nbytes for t in self._dense or ())
+        stored = 0 if self.segments is None else self.segments.nbytes + self.segments.side_nbytes
+        return dense + stored + sum(memory.device_nbytes for memory in self.extra_memory)
+
+    @property
+    def host_nbytes(self) -> int:
+        """Storage bytes in the backing store, 0 for methods without one."""
+        return sum(memory.host_nbytes for memory in self.extra_memory)
+
+
+class CompressedCache(compat.Cache):
+    """A transformers cache whose plain attention layers are compressed by a method.
+
+    Layers that are not plain (sliding window, linear attention) stay what transformers makes them. Make one with
+    `foveakv.cache_for(model, method)`, or let `foveakv.compress` make them.
+    """
+
+    def __init__(self, config: Any, method: Method, *, backend: str = "auto", trace: bool = False) -> None:
+        layers: list[Any] = []
+        ordinal = 0
+        for layer_idx, layer in enumerate(compat.plain_layers(config)):
+            if type(layer) is compat.DynamicLayer:
+                layers.append(CompressedLayer(self, layer_idx, ordinal))
+                ordinal += 1
+            else:
+                layers.append(layer)
+        super().__init__(layers=layers)
+        self.config = config
+        self.method = method
+        self.backend = backend
+        self.trace_wanted = trace
+        self.owner: weakref.ref[Any] | None = None  # the model this cache was made for
+        self._forget()
+
+    def _forget(self) -> None:
+        self.state: dict[str, Any] = {}
+        self.prompt: PromptMap | None = None
+        self.geometry: Geometry | None = None
+        self.dropped: tuple[Tensor, Tensor] | None = None  # columns that stay in the residual stream: index, valid
+        self.trace: list[dict[int, Tensor]] | None = [] if self.trace_wanted else None
+        self.model_state: list[Any] = []  # M-RoPE offsets that some models keep on themselves between calls
+        self.forward_tokens: int | None = None
+        self.last_chunk = True
+        self.peak_nbytes = 0
+        self.prefill_seconds = 0.0
+        self.steps: list[tuple[int, float]] = []  # tokens and seconds of each forward pass after the prompt
+        self._started = 0.0
+
+    def reset(self) -> None:
+        """Forgets the prompt; the next forward pass begins a new one."""
+        super().reset()
+        self._forget()
+
+    def kept(self, layer: int) -> Tensor:
+        """Positions stored in model layer `layer` right now: LongTensor [B, H, M], -1 where a head holds fewer."""
+        if not 0 <= layer < len(self.layers) or not isinstance(self.layers[layer], CompressedLayer):
+            numbers = [done.layer_idx for done in self.compressed]
+            raise MethodError(f"layer {layer} is not compressed; compressed layers: {numbers}")
+        segments = self.layers[layer].segments
+        if segments is None:
+            raise CacheInUseError("nothing is stored yet: the prompt has not been processed")
+        return segments.positions()
+
+    @property
+    def compressed(self) -> list[CompressedLayer]:
+        """The compressed layers, in model order."""
+        return [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
+
+    @property
+    def seen(self) -> int:
+        """Tokens in the context so far, padding included."""
+        return self.compressed[0].seen
+
+    @property
+    def prefilled(self) -> bool:
+        """Whether the prompt is complete and compressed."""
+        return self.compressed[-1].segments is not None
+
+    @property
+    def prompt_columns(self) -> int:
+        """Width of the prompt; no padding is stored below it."""
+        return self.full_prompt.kinds.shape[1]
+
+    @property
+    def full_prompt(self) -> PromptMap:
+        if self.prompt is None:
+            raise CacheInUseError("this cache has not seen a prompt yet")
+        return self.prompt
+
+    @property
+    def stored_nbytes(self) -> int:
+        """Storage bytes on the compute device, all layers (those that transformers keeps included)."""
+        return sum(_layer_nbytes(layer) for layer in self.layers)
+
+    def note_peak(self) -> None:
+        """Records the present bytes, a running prefill's dense tensors included. Called where they are about to fall."""
+        self.peak_nbytes = max(self.peak_nbytes, self.stored_nbytes)
+
+    # ---- called around every forward pass of the model
+
+    def begin_forward(self, new: int, prompt: PromptMap | None, total: int | None, itemsize: int) -> None:
+        """Before a forward pass over `new` tokens.
+
+        `prompt` describes them and is needed until the cache is `prefilled`; `total` is the length of a prefill that
+        comes in chunks, None for one that comes whole; `itemsize` is the bytes of one key element.
+        """
+        if self.forward_tokens is not None:
+            raise CacheInUseError("an earlier forward pass with this cache failed half-way; start again with a new cache")
+        if prompt is not None and not self.prefilled:
+            self.last_chunk = total is None or self.seen + new >= total
+            self._take_prompt(prompt, itemsize)
+        if self.trace is not None:
+            self.trace.append({})
+        self.forward_tokens = new
+        self._started = time.perf_counter()
+
+    def _take_prompt(self, prompt: PromptMap, itemsize: int) -> None:
+        method = self.method
+        self.prompt = prompt if self.prompt is None else self.prompt.concat(prompt)
+        if not self.last_chunk:
+            if method.drop_hidden_after is not None:
+                raise UnsupportedModeError(
+                    f"{method.name} with drop_hidden_states needs the whole prompt at once; leave out prefill_chunk_size"
+                )
+            return
+        self.geometry = self._measure(itemsize)
+        if method.visual_only and not bool(self.prompt.visual.any()):
+            raise NoVisualTokensError(
+                f"{method.name} drops visual tokens only, and this prompt has no image or video; add one, or use snapkv, "
+                "h2o or streaming for text"
+            )
+        method.begin(self)
+
+    def end_forward(self, model_state: list[Any]) -> None:
+        """After the forward pass; `model_state` is what the model keeps on itself (M-RoPE offsets)."""
+        seconds = time.perf_counter() - self._started
+        if self.seen > self.prompt_columns:
+            self.steps.append((self.forward_tokens or 0, seconds))
+        else:
+            self.prefill_seconds += seconds
+        self.model_state = model_state
+        self.forward_tokens = None
+
+    def drop_hidden(self, keep: Tensor) -> None:
+        """Takes tokens out of the residual stream for the layers after this one; keep: bool [B, C] over the prompt.
+
+        Rows that keep fewer tokens than the widest are filled at the left, so that the last token stays last.
+        """
+        width = int(keep.sum(-1).max())
+        order = keep.to(torch.int8).argsort(dim=-1, stable=True)  # dropped first, kept last, both in order
+        index = order[:, -width:]
+        self.dropped = index, keep.gather(1, index)
+
+    def end_layer(self, layer: CompressedLayer) -> None:
+        """One layer's prefill is done."""
+        self.note_peak()
+        if layer.ordinal == len(self.compressed) - 1:
+            self.method.after_prefill(self)
+            for done in self.compressed:
+                stored = int(done.segments.lengths.sum()) if done.segments is not None else 0
+                offloaded = sum(memory.extra_slots for memory in done.extra_memory)
+                done.counts.add(evicted=done.prompt_slots - stored - offloaded)
+            self.note_peak()
+
+    def columns(self, ordinal: int) -> tuple[PromptMap, Tensor]:
+        """The prompt as this layer sees it: [B, C] map and logical positions."""
+        prompt = self.full_prompt
+        after = self.method.drop_hidden_after
+        if self.dropped is not None and after is not None and ordinal > after:
+            index, valid = self.dropped
+            return prompt.take(index, valid), index
+        batch, columns = prompt.kinds.shape
+        return prompt, torch.arange(columns, device=prompt.kinds.device).expand(batch, columns)
+
+    def _measure(self, itemsize: int) -> Geometry:
+        config, prompt = self.config, self.full_prompt
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return Geometry(
+            batch=len(prompt.kinds), contexts=prompt.lengths.cpu(), layers=len(self.compressed), kv_heads=heads,
+            head_dim=dim, value_dim=dim, itemsize=itemsize,
+        )  # fmt: skip
+
+
+def _layer_nbytes(layer: Any) -> int:
+    if isinstance(layer, CompressedLayer):
+        return layer.device_nbytes
+    tensors = [value for value in vars(layer).values() if isinstance(value, Tensor)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

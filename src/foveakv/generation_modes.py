@@ -1,0 +1,54 @@
+"""Which ways of calling `generate` go together with a compressed cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from foveakv.errors import UnsupportedModeError
+from foveakv.methods import Method
+
+
+def _setting(model: Any, kwargs: dict[str, Any], name: str) -> Any:
+    """A generation setting as `generate` will resolve it: argument, then config passed, then the model's config."""
+    if kwargs.get(name) is not None:
+        return kwargs[name]
+    config = kwargs.get("generation_config") or model.generation_config
+    return getattr(config, name, None)
+
+
+def check_generate(model: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises `UnsupportedModeError` for modes that would bypass the method or break its state."""
+    if _setting(model, kwargs, "use_cache") is False:
+        raise UnsupportedModeError(f"{method.name}: use_cache=False leaves no cache to compress; remove it")
+    implementation = _setting(model, kwargs, "cache_implementation")
+    if implementation not in (None, "dynamic", "dynamic_full", "hybrid"):
+        raise UnsupportedModeError(
+            f"{method.name} brings its own cache and cannot use cache_implementation={implementation!r}; remove it"
+        )
+    if _setting(model, kwargs, "penalty_alpha"):
+        raise UnsupportedModeError(f"{method.name} does not support contrastive search; remove penalty_alpha")
+    if kwargs.get("custom_generate") is not None:
+        raise UnsupportedModeError(f"{method.name} does not support custom_generate; it may bypass the cache")
+    if _setting(model, kwargs, "output_attentions"):
+        raise UnsupportedModeError(f"{method.name}: attention weights over stored slots are not formed; remove output_attentions")
+    assisted = kwargs.get("assistant_model") is not None or _setting(model, kwargs, "prompt_lookup_num_tokens")
+    if assisted and method.evicts_while_decoding:
+        raise UnsupportedModeError(
+            f"{method.name} evicts while decoding, so rejected draft tokens cannot be taken back; use a method that evicts "
+            "at prefill only (snapkv, adakv, hybridkv), or generate without an assistant"
+        )
+
+
+def chunked_prefill_total(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Context length at the end of a prefill that `generate` will feed in chunks; None when it comes whole."""
+    if not _setting(model, kwargs, "prefill_chunk_size"):
+        return None
+    inputs = args[0] if args else None
+    for name in ("inputs", "input_ids", "inputs_embeds"):
+        inputs = kwargs.get(name) if inputs is None else inputs
+    if inputs is None:
+        return None
+    total = int(inputs.shape[1])
+    mask = kwargs.get("attention_mask")
+    # Only the new tokens may be passed together with the mask of the whole context.
+    return max(total, int(mask.shape[1])) if mask is not None and mask.ndim == 2 else total

@@ -1,0 +1,163 @@
+"""What a method may see and decide.
+
+A method is a dataclass of settings. It holds no state: everything it learns about a prompt lives in the cache
+(`cache.state`, `view.state`, or a per-slot field of `view.segments`), so one object serves any number of prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from foveakv.cache import CompressedCache
+    from foveakv.memory.segments import Segments
+    from foveakv.prompt import PromptMap
+
+
+class Counts(dict[str, int]):
+    """What happened in one layer, counted in slots (`flushes`: in events)."""
+
+    KEYS = ("evicted", "restored", "retrieved", "hits", "flushes")
+
+    def __init__(self) -> None:
+        super().__init__(dict.fromkeys(self.KEYS, 0))
+
+    def add(self, **amounts: int) -> None:
+        for key, amount in amounts.items():
+            self[key] += int(amount)
+
+
+@dataclass
+class LayerView:
+    """What both phases share.
+
+    `layer_idx` is the model's index of the layer, `ordinal` counts compressed layers only (0 is the first one).
+    `query` [B, Hq, q, D] is rotated; query heads `h * G ... h * G + G - 1` read KV head `h`.
+    `state` belongs to this layer, `cache.state` to the whole cache; both start empty with every prompt.
+    """
+
+    layer_idx: int
+    ordinal: int
+    query: Tensor
+    scaling: float
+    cache: CompressedCache
+    state: dict[str, Any]
+    counts: Counts
+
+    def count(self, **amounts: int) -> None:
+        """Adds to the report: `evicted`, `restored`, `retrieved`, `hits` in slots, `flushes` in events."""
+        self.counts.add(**amounts)
+
+
+@dataclass
+class PrefillView(LayerView):
+    """One layer at the end of its prefill, before anything is dropped.
+
+    `keys` [B, H, C, D] (rotated) and `values` [B, H, C, Dv] are dense; column c of sequence b is token
+    `positions[b, c]`, and `prompt` describes the same C columns. `query` has C rows too, or the rows of the last chunk
+    only when the prefill came in chunks and the method did not ask for more in `needs_queries`.
+    `visible` gives the attention mask for some query rows (LongTensor [B, n] of columns -> bool [B, 1, n, C]);
+    None means plain causal attention without padding.
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    prompt: PromptMap
+    visible: Callable[[Tensor], Tensor] | None
+
+
+@dataclass
+class DecodeView(LayerView):
+    """One layer in one decode step (or a later turn's q > 1 tokens), after the new KV was appended.
+
+    `mass` [B, H, M] is the attention that every stored slot received in this step, summed over the query group and the
+    q queries; None in `before_attention`, and where the method does not set `needs_mass`. `seen` counts all tokens of
+    the context, the new ones included.
+    """
+
+    segments: Segments
+    seen: int
+    mass: Tensor | None = field(default=None)
+
+
+@dataclass
+class Method:
+    """Base of all methods. Override `prefill`, and the others only where the method acts there.
+
+    Rules that hold for every method: padding is never kept, tokens keep their positions, and the step that is running
+    always attends to everything that was there when it began.
+    """
+
+    name: ClassVar[str] = ""
+    visual_only: ClassVar[bool] = False
+    """Drops nothing but visual tokens, so that a prompt without any is a mistake."""
+
+    @property
+    def needs_mass(self) -> bool:
+        """Whether `decode` reads `view.mass`."""
+        return False
+
+    @property
+    def evicts_while_decoding(self) -> bool:
+        """Whether `decode` may drop slots; such a cache cannot be cropped (no assisted decoding)."""
+        return False
+
+    @property
+    def retrieves(self) -> bool:
+        """Whether `before_attention` does something."""
+        return False
+
+    @property
+    def drop_hidden_after(self) -> int | None:
+        """Ordinal of the layer after which evicted tokens also leave the residual stream; None = they never do."""
+        return None
+
+    def needs_queries(self, ordinal: int) -> bool:
+        """Whether `prefill` of this layer reads query rows before the last chunk of a chunked prefill."""
+        return False
+
+    def begin(self, cache: CompressedCache) -> None:
+        """Called once per prompt, before layer 0; `cache.prompt` and `cache.geometry` are known. Validate here."""
+
+    def prefill(self, view: PrefillView) -> Tensor | None:
+        """The slots to keep, bool [B, H, C] or [B, 1, C]; None keeps all."""
+        return None
+
+    def after_prefill(self, cache: CompressedCache) -> None:
+        """Called once per prompt, after the last layer's `prefill`; may still drop slots of any layer."""
+
+    def before_attention(self, view: DecodeView) -> None:
+        """Called before each decode attention when `retrieves`."""
+
+    def decode(self, view: DecodeView) -> Tensor | None:
+        """The slots to keep after this step, bool [B, H, M] over `view.segments`; None drops nothing."""
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        """Settings as plain values, for reports and result files."""
+        return {"method": self.name, **{key: _plain(value) for key, value in vars(self).items()}}
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (int, float, str, bool, type(None))) else str(value)
+
+
+def keep_top(scores: Tensor, count: Tensor) -> Tensor:
+    """Marks the `count` highest scores of each row.
+
+    Args:
+        scores: [..., C]; excluded columns hold -inf and are never marked.
+        count: integer tensor that broadcasts to `scores.shape[:-1]`.
+
+    Returns:
+        bool [..., C] with exactly min(count, finite scores) marks per row; ties go to the lower column.
+    """
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    rank = torch.empty_like(order).scatter_(-1, order, torch.arange(scores.shape[-1], device=scores.device).expand_as(order))
+    return (rank < count[..., None]) & (scores > -torch.inf)

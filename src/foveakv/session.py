@@ -1,0 +1,313 @@
+"""`compress(model, method)` and `cache_for(model, method)`: attaching a method to a model, and letting go of it.
+
+What is changed on a model while it is attached, all of it on the object and all of it taken back: the attention
+implementation of its text decoder, two forward hooks, and an instance attribute `generate` that wraps the class's
+(it checks the generation mode, and keeps apart the M-RoPE state that some models store on themselves).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import weakref
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foveakv import attention, compat, families, hidden
+from foveakv.cache import CompressedCache
+from foveakv.errors import CacheInUseError, MethodError, UnsupportedModeError, UnsupportedModelError
+from foveakv.generation_modes import check_generate, chunked_prefill_total
+from foveakv.methods import Method
+from foveakv.prompt import PromptMap
+from foveakv.report import Report
+
+_attachments: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
+
+
+class Attachment:
+    """One model's hooks, shared by all sessions and caches on it; removed with the last of them."""
+
+    def __init__(self, model: compat.PreTrainedModel) -> None:
+        families.check_supported(model)
+        self.model = weakref.ref(model)
+        self.users = 0
+        self.sessions: list[Session] = []
+        self.cache_name = compat.cache_argument(model)
+        self.decoder = weakref.ref(compat.decoder_of(model))
+        self._local = threading.local()
+        self._base = compat.text_config_of(model)._attn_implementation
+        self._handles: list[Any] = []
+        self._hidden_handles: list[Any] = []
+        # M-RoPE models keep the offset between token index and position on a module, not in the cache.
+        self._stateful = [module for module in model.modules() if "rope_deltas" in vars(module)]
+        self._original_state = self._model_state()
+
+    def acquire(self) -> None:
+        if self.users == 0:
+            self._attach()
+        self.users += 1
+
+    def release(self) -> None:
+        self.users -= 1
+        if self.users == 0:
+            self._detach()
+
+    def use_hidden_hooks(self) -> None:
+        """Installs the hooks that shorten the residual stream, for methods that ask for it."""
+        model, decoder = self.model(), self.decoder()
+        if model is not None and decoder is not None and not self._hidden_handles:
+            hidden.check_supported(model.config)
+            self._hidden_handles = hidden.install(decoder.layers, lambda: getattr(self._local, "cache", None))
+
+    def _attach(self) -> None:
+        model = self.model()
+        if model is None:
+            return
+        compat.set_text_attention(model, attention.implementation(self._base))
+        self._handles = [
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after, with_kwargs=True),
+        ]
+        model.generate = self._wrap_generate(model)
+
+    def _detach(self) -> None:
+        model = self.model()
+        for handle in self._handles + self._hidden_handles:
+            handle.remove()
+        self._handles, self._hidden_handles = [], []
+        if model is None:
+            return
+        vars(model).pop("generate", None)
+        compat.set_text_attention(model, self._base)
+        self._set_model_state(self._original_state)
+        _attachments.pop(model, None)
+
+    # ---- M-RoPE state
+
+    def _model_state(self) -> list[Any]:
+        return [module.rope_deltas for module in self._stateful]
+
+    def _set_model_state(self, values: list[Any] | None) -> None:
+        for module, value in zip(self._stateful, values or [None] * len(self._stateful), strict=True):
+            module.rope_deltas = value
+
+    # ---- generate
+
+    def _wrap_generate(self, model: compat.PreTrainedModel) -> Any:
+        original = model.generate
+        reference = self.model
+
+        @functools.wraps(original)
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            model = reference()
+            if model is None:
+                raise CacheInUseError("the model is gone")
+            cache = next((kwargs[name] for name in compat.CACHE_NAMES if kwargs.get(name) is not None), None)
+            ours = isinstance(cache, CompressedCache)
+            if not ours and not self.sessions:
+                return type(model).generate(model, *args, **kwargs)
+            method = cache.method if isinstance(cache, CompressedCache) else self.sessions[-1].method
+            check_generate(model, method, args, kwargs)
+            # Position ids are built before the first forward pass, from the offsets of whatever ran last.
+            self._set_model_state(cache.model_state or None if isinstance(cache, CompressedCache) else None)
+            local = self._local
+            outer = getattr(local, "generating", False), getattr(local, "total", None)
+            local.generating, local.total = True, chunked_prefill_total(model, args, kwargs)
+            try:
+                return type(model).generate(model, *args, **kwargs)
+            finally:
+                local.generating, local.total = outer
+
+        return generate
+
+    # ---- around every forward pass
+
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        kwargs = dict(kwargs)
+        if args:
+            names = list(inspect.signature(model.forward).parameters)
+            kwargs.update(zip(names, args, strict=False))
+        cache = next((kwargs.pop(name) for name in compat.CACHE_NAMES if kwargs.get(name) is not None), None)
+        for name in compat.CACHE_NAMES:
+            kwargs.pop(name, None)
+        if not isinstance(cache, CompressedCache):
+            if not self.sessions:
+                if cache is not None:
+                    kwargs[self.cache_name] = cache
+                return (), kwargs
+            cache = self.sessions[-1].replace(cache, kwargs)
+        if cache.owner is None or cache.owner() is not model:
+            raise CacheInUseError("this compressed cache was made for another model; make one with foveakv.cache_for(model, ...)")
+        if kwargs.get("output_attentions"):
+            raise UnsupportedModeError("output_attentions=True: stored slots are attended to without forming weights")
+        kwargs[self.cache_name] = cache
+        self._begin(model, cache, kwargs)
+        return (), kwargs
+
+    def _begin(self, model: Any, cache: CompressedCache, kwargs: dict[str, Any]) -> None:
+        local = self._local
+        if not getattr(local, "generating", False):
+            self._set_model_state(cache.model_state or None)
+        ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+        tokens = ids if ids is not None else embeds
+        if tokens is None:
+            raise UnsupportedModeError("a compressed model needs input_ids or inputs_embeds")
+        new = tokens.shape[1]
+        prompt = None
+        if not cache.prefilled:
+            prompt = PromptMap.from_inputs(
+                model.config,
+                ids if ids is not None else torch.full(embeds.shape[:2], -1, device=embeds.device),
+                _last(kwargs.get("attention_mask"), new),
+                _last(kwargs.get("mm_token_type_ids"), new),
+                _last(kwargs.get("token_type_ids"), new),
+            )
+        cache.begin_forward(new, prompt, getattr(local, "total", None), model.dtype.itemsize)
+        local.cache = cache
+
+    def _after(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        cache = kwargs.get(self.cache_name)
+        if isinstance(cache, CompressedCache):
+            cache.end_forward(self._model_state())
+            self._local.cache = None
+
+
+def _last(mask: Any, columns: int) -> Tensor | None:
+    """The newest columns of a 2-D mask or type map that covers the whole context; 4-D masks say nothing of padding."""
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        return None
+    return mask[:, -columns:]
+
+
+def _attachment(model: compat.PreTrainedModel) -> Attachment:
+    if not isinstance(model, compat.PreTrainedModel):
+        raise UnsupportedModelError(f"expected a transformers model, got {type(model).__name__}")
+    if model not in _attachments:
+        _attachments[model] = Attachment(model)
+    return _attachments[model]
+
+
+def _new_cache(model: compat.PreTrainedModel, method: Method, backend: str, trace: bool) -> CompressedCache:
+    cache = CompressedCache(compat.text_config_of(model), method, backend=backend, trace=trace)
+    if not cache.compressed:
+        raise UnsupportedModelError(f"{type(model).__name__} has no plain attention layer to compress")
+    cache.owner = weakref.ref(model)
+    return cache
+
+
+def cache_for(model: compat.PreTrainedModel, method: Method, *, backend: str = "auto", trace: bool = False) -> CompressedCache:
+    """A compressed cache to pass as `past_key_values` (`cache` since transformers 5.24), for code that keeps its own.
+
+    The model stays attached until the cache is garbage-collected; other caches go through it unchanged.
+
+    Raises:
+        UnsupportedModelError: the model's attention cannot be compressed correctly.
+    """
+    _check_method(method)
+    attached = _attachment(model)
+    cache = _new_cache(model, method, backend, trace)
+    attached.acquire()
+    weakref.finalize(cache, attached.release)
+    if method.drop_hidden_after is not None:
+        attached.use_hidden_hooks()
+    return cache
+
+
+def compress(model: compat.PreTrainedModel, method: Method, *, backend: str = "auto", trace: bool = False) -> Session:
+    """Compresses every cache that `model` makes inside the `with` block.
+
+    Args:
+        model: a transformers model with a text decoder, see `foveakv models` for tested families.
+        method: e.g. `HAE()`, `HybridKV(budget=0.1)`, or `foveakv.methods.get("snapkv", budget=0.2)`.
+        backend: decode attention kernel, "auto" or a key of `foveakv.kernels.BACKENDS`.
+        trace: record the positions that every step attends to (`session.trace`).
+
+    Raises:
+        CacheInUseError: on entering, when the same method object is active on another model.
+        UnsupportedModelError: the model's attention cannot be compressed correctly.
+    """
+    return Session(model, method, backend=backend, trace=trace)
+
+
+def _check_method(method: Any) -> None:
+    if not isinstance(method, Method):
+        raise MethodError(f"expected a method such as foveakv.HAE(), got {type(method).__name__}: {method!r}")
+
+
+class Session:
+    """A `with` block in which a model's caches are compressed. `cache` is that of the latest prompt."""
+
+    def __init__(self, model: compat.PreTrainedModel, method: Method, *, backend: str = "auto", trace: bool = False) -> None:
+        _check_method(method)
+        self.model = model
+        self.method = method
+        self.backend = backend
+        self._trace = trace
+        self._cache: CompressedCache | None = None
+        self._attached: Attachment | None = None
+
+    def __enter__(self) -> Session:
+        if self._attached is not None:
+            raise CacheInUseError("this session is already open; call foveakv.compress() again for a second one")
+        for model, other in _attachments.items():
+            if model is not self.model and any(session.method is self.method for session in other.sessions):
+                raise CacheInUseError("this method object is in use on another model; make a second one")
+        attached = _attachment(self.model)
+        if self.method.drop_hidden_after is not None:
+            hidden.check_supported(self.model.config)
+        attached.acquire()
+        if self.method.drop_hidden_after is not None:
+            attached.use_hidden_hooks()
+        attached.sessions.append(self)
+        self._attached = attached
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        attached, self._attached = self._attached, None
+        if attached is not None:
+            attached.sessions.remove(self)
+            attached.release()
+
+    def replace(self, cache: Any, kwargs: dict[str, Any]) -> CompressedCache:
+        """A fresh compressed cache in place of the empty one that a forward pass was about to fill."""
+        if kwargs.get("use_cache") is False:
+            raise UnsupportedModeError("use_cache=False leaves no cache to compress; drop it, or leave the compress() block")
+        if cache is not None and not (type(cache) is compat.DynamicCache and cache.get_seq_length() == 0):
+            raise UnsupportedModeError(
+                f"{self.method.name} cannot take over a {type(cache).__name__} that is already filled or of another kind; "
+                "leave past_key_values out, or pass a cache from this session"
+            )
+        self._cache = _new_cache(self.model, self.method, self.backend, self._trace)
+        return self._cache
+
+    @property
+    def cache(self) -> CompressedCache:
+        """The cache of the latest prompt."""
+        if self._cache is None:
+            raise CacheInUseError("nothing has been generated in this session yet")
+        return self._cache
+
+    @property
+    def report(self) -> Report:
+        """What happened to the latest prompt: slots, bytes, evictions, retrievals, times."""
+        return Report.of(self.cache)
+
+    @property
+    def trace(self) -> list[dict[int, Tensor]]:
+        """For each forward pass, layer index -> LongTensor [B, H, M], the positions attended to (-1: none).
+
+        A dense step (prefill) has no entries. Needs `compress(..., trace=True)`.
+        """
+        if self.cache.trace is None:
+            raise CacheInUseError("no trace was recorded; use foveakv.compress(model, method, trace=True)")
+        return self.cache.trace
+
+    def kept(self, layer: int) -> Tensor:
+        """Positions stored in model layer `layer` right now: LongTensor [B, H, M], -1 where a head holds fewer."""
+        return self.cache.kept(layer)
