@@ -1,0 +1,353 @@
+"""Decode attention from PyTorch's own attention, on any device and without a compiler.
+
+The query heads that share a KV head are packed as rows, so that every key is read once and never repeated.
+
+Uniform runs are dense views: one call. Ragged runs on a CPU: one call per run, in place; on several threads a run is
+cut into equal strips, because a call spreads its batch over the threads and a single run would leave all but one idle.
+(Copying runs together into one padded batch costs several times what reading them in place does.) Ragged runs on
+other devices, where a launch per run is what costs: the flat buffer is seen as a regular grid of tiles; tiles that
+lie inside one run are read in place, in one batched call, and the ends of the runs, which share a tile with a
+neighbour or with slack, are gathered into a second one. Pieces of a run are merged by their log-sum-exp.
+
+In shapes: n = G * q packed query rows, T = slots of a piece, P = pieces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foveakv.memory.segments import Runs, dense
+
+# Ragged runs up to this length are copied into one padded batch: cheaper than more or more careful calls.
+PADDED_UP_TO_CPU = 64
+PADDED_UP_TO = 1024
+SHORTEST_STRIP = 256
+
+
+def attend(
+    query: Tensor, runs: Runs, scaling: float, mask: Tensor | None = None, need_mass: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """See `foveakv.kernels.decode_attention` for shapes."""
+    on_cpu = query.device.type == "cpu"
+    if runs.uniform or runs.max_length <= (PADDED_UP_TO_CPU if on_cpu else PADDED_UP_TO):
+        return attend_whole(query, runs, scaling, mask, need_mass)
+    if on_cpu:
+        return attend_strips(query, runs, scaling, mask, need_mass)
+    return attend_tiles(query, runs, scaling, mask, need_mass)
+
+
+def attend_whole(
+    query: Tensor, runs: Runs, scaling: float, mask: Tensor | None = None, need_mass: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """All runs in one call: dense views of uniform runs, a padded copy of ragged ones."""
+    if runs.max_length == 0:
+        return _nothing(query, runs, need_mass)
+    packed = _pack(query, runs.heads)
+    keys, values, stored = (*dense(runs), None) if runs.uniform else _padded(runs)
+    allowed = None if mask is None else _pack_mask(mask, packed.shape[2])
+    if stored is not None:
+        allowed = stored if allowed is None else allowed & stored
+    out, mass = _whole(packed, keys, values, scaling, allowed, need_mass)
+    return out.reshape(*query.shape[:3], -1), mass
+
+
+def attend_strips(
+    query: Tensor,
+    runs: Runs,
+    scaling: float,
+    mask: Tensor | None = None,
+    need_mass: bool = False,
+    *,
+    threads: int | None = None,
+    shortest: int = SHORTEST_STRIP,
+) -> tuple[Tensor, Tensor | None]:
+    """One call per run, in place; with several threads up to two strips of a run for each, merged at the end."""
+    if runs.max_length == 0:
+        return _nothing(query, runs, need_mass)
+    packed = _pack(query, runs.heads)
+    batch, heads, n, _ = packed.shape
+    rows = packed.view(batch * heads, n, -1)
+    out = query.new_zeros(batch * heads, n, runs.values.shape[-1])
+    mass = torch.zeros(len(rows), runs.max_length, dtype=_precision(query), device=query.device) if need_mass else None
+    allowed = None
+    if mask is not None:
+        allowed = _pack_mask(mask, n).expand(batch, heads, -1, -1).reshape(batch * heads, -1, runs.max_length)
+    threads = torch.get_num_threads() if threads is None else threads
+    most = 1 if threads == 1 else 2 * threads
+    strips: list[tuple[Tensor, Tensor]] = []
+    owners: list[int] = []
+    start, length = _on_host(runs)
+    for run, (first, stored) in enumerate(zip(start.tolist(), length.tolist(), strict=True)):
+        if stored == 0:
+            continue
+        keys, values = runs.keys[first : first + stored], runs.values[first : first + stored]
+        visible = None if allowed is None else allowed[run, :, :stored]
+        count = 1 if need_mass else max(1, min(most, stored // shortest))
+        if count == 1:
+            out[run], got_mass = _whole(rows[run], keys, values, scaling, visible, need_mass)
+            if mass is not None and got_mass is not None:
+                mass[run, :stored] = got_mass
+            continue
+        size = stored // count
+        for low, pieces, width in ((0, count, size), (count * size, 1, stored - count * size)):
+            if width == 0:
+                continue
+            part = slice(low, low + pieces * width)
+            seen = None if visible is None else visible[:, part].unflatten(1, (pieces, width)).transpose(0, 1)
+            got, sums, _ = _piece(
+                rows[run].expand(pieces, n, -1),
+                keys[part].view(pieces, width, -1),
+                values[part].view(pieces, width, -1),
+                scaling,
+                seen,
+                False,
+            )
+            strips.append((got, sums))
+            owners += [run] * pieces
+    if strips:
+        outs, sums = (torch.cat(parts) for parts in zip(*strips, strict=True))
+        merged, _ = _merge(outs, sums, torch.tensor(owners, device=query.device), len(rows))
+        split = torch.tensor(sorted(set(owners)), device=query.device)
+        out.index_copy_(0, split, merged[split].to(out.dtype))
+    if mass is not None:
+        mass = mass.view(batch, heads, -1)
+    return out.view(*query.shape[:3], -1), mass
+
+
+def attend_tiles(
+    query: Tensor,
+    runs: Runs,
+    scaling: float,
+    mask: Tensor | None = None,
+    need_mass: bool = False,
+    *,
+    tile: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Two batched calls whatever the number of runs: whole tiles in place, the ends of the runs gathered."""
+    if runs.max_length == 0:
+        return _nothing(query, runs, need_mass)
+    packed = _pack(query, runs.heads)
+    batch, heads, n, dim = packed.shape
+    total = batch * heads
+    rows = packed.view(total, n, dim)
+    run_mask = None  # [R, q, M]
+    if mask is not None:
+        run_mask = mask.expand(batch, heads, -1, -1).reshape(total, *mask.shape[2:])
+    results = []
+    for pieces in _cut(runs, tile or _tile_size(runs)):
+        allowed = pieces.stored
+        if run_mask is not None:
+            visible = _piece_mask(run_mask, pieces, n)
+            allowed = visible if allowed is None else allowed & visible
+        owner, slots = pieces.owner, pieces.slots
+        out, lse, scores = _piece(rows[owner], pieces.keys, pieces.values, scaling, allowed, need_mass)
+        if pieces.used is not None:
+            owner, slots, out, lse = (x.index_select(0, pieces.used) for x in (owner, slots, out, lse))
+            scores = None if scores is None else scores.index_select(0, pieces.used)
+        results.append((owner, slots, out, lse, scores))
+    owners, _, outs, sums, _ = zip(*results, strict=True)
+    out, lse = _merge(torch.cat(outs), torch.cat(sums), torch.cat(owners), total)
+    mass = None
+    if need_mass:
+        flat = lse.new_zeros(total * runs.max_length)
+        for owner, slots, _, _, scores in results:
+            assert scores is not None  # asked for above
+            probabilities = torch.exp(scores - _safe(lse)[owner][..., None]).sum(1)  # [P, T]; padding adds exact zeros
+            flat.index_add_(0, (owner[:, None] * runs.max_length + slots).view(-1), probabilities.view(-1))
+        mass = flat.view(batch, heads, runs.max_length)
+    return out.to(query.dtype).view(*query.shape[:3], -1), mass
+
+
+def _nothing(query: Tensor, runs: Runs, need_mass: bool) -> tuple[Tensor, Tensor | None]:
+    """No run stores anything: zeros, and an empty mass."""
+    mass = torch.zeros(runs.batch, runs.heads, 0, dtype=_precision(query), device=query.device)
+    return query.new_zeros(*query.shape[:3], runs.values.shape[-1]), mass if need_mass else None
+
+
+def _pack(query: Tensor, heads: int) -> Tensor:
+    """[B, H * G, q, D] -> contiguous [B, H, G * q, D]."""
+    batch, query_heads, q, dim = query.shape
+    return query.reshape(batch, heads, query_heads // heads * q, dim).contiguous()
+
+
+def _on_host(runs: Runs) -> tuple[Tensor, Tensor]:
+    """start [R] and length [R] on the CPU."""
+    start = runs.start.cpu() if runs.start_host is None else runs.start_host
+    length = runs.length.cpu() if runs.length_host is None else runs.length_host
+    return start, length
+
+
+def _precision(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _pack_mask(mask: Tensor, n: int) -> Tensor:
+    """[X, Y, q, M] -> [X, Y, n, M] in the row order of packed queries; one query needs no copy."""
+    x, y, q, longest = mask.shape
+    if q == 1:
+        return mask
+    return mask[:, :, None].expand(x, y, n // q, q, longest).reshape(x, y, n, longest)
+
+
+def _padded(runs: Runs) -> tuple[Tensor, Tensor, Tensor]:
+    """keys [B, H, M, D], values [B, H, M, Dv] and stored bool [B, H, 1, M], without touching slack.
+
+    Padding repeats a run's last slot: masking its score is enough, while slack rows could be NaN and survive a zero
+    weight. Runs of length 0 read some row of the buffer; they are fully masked and their output is overwritten.
+    """
+    shape = (runs.batch, runs.heads, runs.max_length)
+    slots = torch.arange(runs.max_length, device=runs.keys.device)
+    last = (runs.length[:, None] - 1).clamp_(min=0)
+    start = runs.start[:, None].clamp(max=runs.keys.shape[0] - 1)
+    rows = (torch.minimum(slots, last) + start).view(-1)
+    keys = runs.keys.index_select(0, rows).view(*shape, -1)
+    values = runs.values.index_select(0, rows).view(*shape, -1)
+    return keys, values, (slots < runs.length[:, None]).view(runs.batch, runs.heads, 1, runs.max_length)
+
+
+def _whole(
+    query: Tensor, keys: Tensor, values: Tensor, scaling: float, allowed: Tensor | None, need_mass: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Attention in one piece: query [..., n, D], keys [..., M, D], allowed bool, broadcastable to [..., n, M]."""
+    if need_mass:
+        scores = _scores(query, keys, scaling, allowed)
+        probabilities = scores.softmax(-1)
+        if allowed is not None:
+            probabilities = probabilities.masked_fill(~allowed.any(-1, keepdim=True), 0)
+        out = probabilities @ values.to(probabilities.dtype)
+        mass = probabilities.sum(-2)
+    else:
+        out = F.scaled_dot_product_attention(query, keys, values, attn_mask=allowed, scale=scaling)
+        mass = None
+    if allowed is not None:
+        out = out.masked_fill(~allowed.any(-1, keepdim=True), 0)
+    return out.to(query.dtype), mass
+
+
+def _scores(query: Tensor, keys: Tensor, scaling: float, allowed: Tensor | None) -> Tensor:
+    """Scaled scores [..., n, M] in float32 or float64, -inf where not allowed."""
+    precision = _precision(query)
+    scores = (query.to(precision) * scaling) @ keys.to(precision).transpose(-1, -2)
+    return scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
+
+
+def _piece(
+    query: Tensor, keys: Tensor, values: Tensor, scaling: float, allowed: Tensor | None, need_scores: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Attention over P pieces: query [P, n, D], keys [P, T, D], values [P, T, Dv], allowed [P, n or 1, T].
+
+    Returns out [P, n, Dv], log-sum-exp [P, n] and, where needed, scores [P, n, T]. Rows that may attend to nothing
+    have log-sum-exp -inf; their output is meaningless.
+    """
+    if query.device.type == "cpu" and query.shape[-1] == values.shape[-1] and not need_scores:
+        bias = None
+        if allowed is not None:
+            bias = torch.zeros(allowed.shape, dtype=query.dtype).masked_fill_(~allowed, -torch.inf)[:, None]
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query[:, None], keys[:, None], values[:, None], 0.0, False, attn_mask=bias, scale=scaling
+        )
+        out, lse = out[:, 0].to(_precision(query)), lse.reshape(query.shape[:2])
+        if allowed is not None:  # the call reports 0 for rows that see nothing
+            lse = lse.masked_fill(~allowed.any(-1), -torch.inf)
+        return out, lse, None
+    scores = _scores(query, keys, scaling, allowed)
+    lse = scores.logsumexp(-1)
+    out = torch.exp(scores - _safe(lse)[..., None]) @ values.to(scores.dtype)
+    return out, lse, scores if need_scores else None
+
+
+def _safe(lse: Tensor) -> Tensor:
+    """Log-sum-exp that can be subtracted: rows that see nothing become 0, so that exp(-inf - 0) is 0 and not NaN."""
+    return lse.masked_fill(lse == -torch.inf, 0)
+
+
+def _tile_size(runs: Runs) -> int:
+    """A power of two near a sixteenth of the mean run, so that the gathered ends stay a small part of the whole."""
+    mean = runs.keys.shape[0] // (runs.batch * runs.heads)
+    return max(64, min(1024, 1 << (mean // 16).bit_length()))
+
+
+@dataclass
+class _Pieces:
+    """P equally long pieces of runs, to be attended to in one call."""
+
+    owner: Tensor  # [P] run of every piece
+    slots: Tensor  # [P, T] slot numbers inside that run
+    keys: Tensor  # [P, T, D]
+    values: Tensor  # [P, T, Dv]
+    stored: Tensor | None  # bool [P, 1, T], None = all
+    used: Tensor | None  # indices of the pieces that count, None = all
+
+
+def _cut(runs: Runs, tile: int) -> list[_Pieces]:
+    """Every stored slot in exactly one piece: whole tiles of the grid in place, the ends of the runs gathered."""
+    device = runs.keys.device
+    start, length = _on_host(runs)
+    first = (start + tile - 1) // tile  # run r owns tiles first[r] .. first[r] + whole[r] - 1 entirely
+    whole = ((start + length) // tile - first).clamp_(min=0)
+    covered = whole * tile
+    head = torch.where(whole > 0, first * tile - start, length)  # slots before the first whole tile
+    rest = length - covered
+    count, width = int(whole.sum()), int(rest.max())
+    parts = []
+    if count:
+        owner = torch.repeat_interleave(whole, output_size=count)
+        number = torch.arange(count) + (first - (whole.cumsum(0) - whole))[owner]
+        # The whole stretch of the grid, so that it is a view; tiles that nobody owns entirely are not `used`.
+        low, high = int(number[0]), int(number[-1]) + 1
+        used = number - low
+        owners = torch.zeros(high - low, dtype=torch.int64).index_copy_(0, used, owner)
+        slots = (torch.arange(low, high) * tile - start[owners])[:, None] + torch.arange(tile)
+        rows = slice(low * tile, high * tile)
+        parts.append(
+            _Pieces(
+                owners.to(device),
+                slots.clamp_(0, runs.max_length - 1).to(device),
+                runs.keys[rows].view(high - low, tile, -1),
+                runs.values[rows].view(high - low, tile, -1),
+                None,
+                used.to(device) if count < high - low else None,
+            )
+        )
+    if width:
+        column = torch.arange(width)
+        stored = column < rest[:, None]
+        column = torch.minimum(column, (rest[:, None] - 1).clamp_(min=0))  # padding repeats a stored slot, see _padded
+        slots = column + torch.where(column < head[:, None], 0, covered[:, None])
+        index = (slots + start[:, None]).clamp_(max=runs.keys.shape[0] - 1).view(-1).to(device)
+        parts.append(
+            _Pieces(
+                torch.arange(runs.start.shape[0], device=device),
+                slots.to(device),
+                runs.keys.index_select(0, index).view(-1, width, runs.keys.shape[1]),
+                runs.values.index_select(0, index).view(-1, width, runs.values.shape[1]),
+                stored[:, None].to(device),
+                None,
+            )
+        )
+    return parts
+
+
+def _piece_mask(run_mask: Tensor, pieces: _Pieces, n: int) -> Tensor:
+    """run_mask [R, q, M] at the slots of the pieces -> [P, n, T] in the row order of packed queries."""
+    found = run_mask[pieces.owner[:, None], :, pieces.slots].transpose(1, 2)  # [P, q, T]
+    count, q, width = found.shape
+    return found[:, None].expand(count, n // q, q, width).reshape(count, n, width)
+
+
+def _merge(out: Tensor, lse: Tensor, owner: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Pieces out [P, n, Dv], lse [P, n] of run owner[P] -> out [R, n, Dv], lse [R, n]."""
+    n = lse.shape[1]
+    index = owner[:, None].expand(-1, n)
+    top = lse.new_full((total, n), -torch.inf).scatter_reduce_(0, index, lse, "amax")
+    weight = torch.exp(lse - _safe(top)[owner])
+    # where, not a product: rows that see nothing may hold NaN.
+    parts = torch.where(weight[..., None] > 0, out * weight[..., None], 0)
+    summed = out.new_zeros(total, n, out.shape[-1]).index_add_(0, owner, parts)
+    norm = lse.new_zeros(total, n).index_add_(0, owner, weight)
+    merged = torch.where(norm[..., None] > 0, summed / norm[..., None], 0)
+    return merged, top + torch.log(norm)

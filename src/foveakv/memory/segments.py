@@ -1,0 +1,433 @@
+"""Where kept KV lives: one contiguous run of slots for every (sequence, KV head).
+
+Notation: B sequences, H KV heads, R = B * H runs (run r = b * H + h), M = longest run, N = rows of the flat buffers.
+"Padded run coordinates" [B, H, M] address slot m of run (b, h); entries at or beyond the run's length are padding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Runs:
+    """What kernels see. No behaviour; made anew whenever a length or the layout changes."""
+
+    keys: Tensor  # [N, D]; rows outside the runs are slack: they may hold anything, NaN included
+    values: Tensor  # [N, Dv]
+    positions: Tensor  # [N] int32
+    start: Tensor  # [R] int64 on the keys' device: first row of every run, in ascending order
+    length: Tensor  # [R] int64 on the keys' device
+    batch: int
+    heads: int
+    max_length: int
+    uniform: bool  # every run has max_length slots and starts at r * (N // R): dense views exist
+    start_host: Tensor | None = None  # CPU copies of start and length: planning needs no device synchronisation
+    length_host: Tensor | None = None
+
+
+def slack(length: int) -> int:
+    """Spare slots of a run with `length` stored slots."""
+    return max(8, length // 16)
+
+
+def dense(runs: Runs) -> tuple[Tensor, Tensor]:
+    """Strided views keys [B, H, M, D] and values [B, H, M, Dv] of uniform runs (no copy)."""
+    if not runs.uniform:
+        raise ValueError("dense views exist for uniform runs only; use Segments.gather() for padded copies")
+    shape = (runs.batch, runs.heads, runs.keys.shape[0] // (runs.batch * runs.heads), -1)
+    return runs.keys.view(shape)[:, :, : runs.max_length], runs.values.view(shape)[:, :, : runs.max_length]
+
+
+class Segments:
+    """The KV slots of one layer, in flat buffers with room to grow behind every run.
+
+    Lengths and layout are kept on the host, so nothing here waits for a device except `keep` and `crop`, whose masks
+    decide how much memory is needed. Side fields (one value per slot) follow their slots through every operation.
+    """
+
+    batch: int
+    heads: int
+    # Host side: layout and lengths, [R] each. The room of a run is capacity - length; spare is the least of them.
+    _start: Tensor
+    _capacity: Tensor
+    _length: Tensor
+    _max_length: int
+    _spare: int
+    _strided: bool  # start[r] = r * capacity for all runs
+    _uniform: bool  # strided, and all lengths equal
+    # Device side.
+    _start_dev: Tensor
+    _length_dev: Tensor
+    _keys: Tensor  # [N, D]
+    _values: Tensor  # [N, Dv]
+    _positions: Tensor  # [N] int32
+    _fields: dict[str, Tensor]  # [N] each
+    _views: list[Tensor]  # the same buffers as [B, H, capacity, ...], where strided
+    _runs: Runs | None
+
+    def __init__(self, batch: int, heads: int, keys: Tensor, values: Tensor) -> None:
+        """An empty memory for rows like keys [..., D] and values [..., Dv]; `from_dense` is the usual way in."""
+        if batch < 1 or heads < 1:
+            raise ValueError(f"a memory needs at least one sequence and one KV head, got {batch} and {heads}")
+        self.batch = batch
+        self.heads = heads
+        self._device = keys.device
+        with torch.inference_mode(False):
+            self._keys = torch.empty(0, keys.shape[-1], dtype=keys.dtype, device=keys.device)
+            self._values = torch.empty(0, values.shape[-1], dtype=values.dtype, device=values.device)
+            self._positions = torch.empty(0, dtype=torch.int32, device=keys.device)
+        self._fields = {}
+        self._fills: dict[str, float] = {}
+        empty = torch.zeros(batch * heads, dtype=torch.int64)
+        self._allocate(empty)
+        self._set_lengths(empty)
+
+    @classmethod
+    def from_dense(cls, keys: Tensor, values: Tensor, keep: Tensor, positions: Tensor) -> Segments:
+        """Copy the kept columns of a dense layer; nothing keeps the dense tensors alive afterwards.
+
+        keys [B, H, C, D], values [B, H, C, Dv], keep bool [B, H, C] or [B, 1, C], positions [B, C] int64.
+        The order inside a run is the order of the columns.
+        """
+        batch, heads, columns = keys.shape[:3]
+        if values.shape[:3] != keys.shape[:3]:
+            raise ValueError(f"keys {tuple(keys.shape)} and values {tuple(values.shape)} differ in [B, H, C]")
+        if keep.dtype != torch.bool or keep.dim() != 3 or keep.shape[0] != batch or keep.shape[2] != columns:
+            raise ValueError(f"keep must be bool [B, H, C] or [B, 1, C], got {keep.dtype} {tuple(keep.shape)}")
+        if positions.shape != (batch, columns):
+            raise ValueError(f"positions must be [B, C] = {(batch, columns)}, got {tuple(positions.shape)}")
+        self = cls(batch, heads, keys, values)
+        mask = keep.to(keys.device).expand(batch, heads, columns).reshape(batch * heads, columns)
+        lengths = mask.sum(-1).cpu()
+        run, column = mask.nonzero(as_tuple=True)
+        start = self._allocate(lengths)
+        target = _flat(start.to(self._device), lengths.to(self._device), run.shape[0])
+        sequence, head = run // heads, run % heads
+        for buffer, source in ((self._keys, keys.detach()), (self._values, values.detach())):
+            # Projections are [B, C, H, D] in memory, rotated keys often too: read rows where they lie.
+            if source.transpose(1, 2).is_contiguous():
+                rows = source.transpose(1, 2).reshape(-1, source.shape[-1])
+                index = (sequence * columns + column) * heads + head
+            else:
+                rows = source.reshape(-1, source.shape[-1])
+                index = run * columns + column
+            _take(buffer, rows, target, index)
+        self._positions.index_copy_(0, target, positions.to(self._device)[sequence, column].to(torch.int32))
+        self._set_lengths(lengths)
+        return self
+
+    # -- what is stored ----------------------------------------------------------------------------------------------
+
+    @property
+    def max_length(self) -> int:
+        """M, the length of the longest run."""
+        return self._max_length
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B, H] int64 on the CPU; no device synchronisation."""
+        return self._length.view(self.batch, self.heads).clone()
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    @property
+    def runs(self) -> Runs:
+        if self._runs is None:
+            self._runs = Runs(
+                self._keys,
+                self._values,
+                self._positions,
+                self._start_dev,
+                self._length_dev,
+                self.batch,
+                self.heads,
+                self._max_length,
+                self._uniform,
+                self._start,
+                self._length,
+            )
+        return self._runs
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """Strided views [B, H, M, D] and [B, H, M, Dv]; only while `runs.uniform`."""
+        return dense(self.runs)
+
+    def positions(self) -> Tensor:
+        """[B, H, M] int64 logical positions; -1 beyond a run's length and in blank slots."""
+        return self._padded(self._positions, -1).to(torch.int64)
+
+    def valid(self) -> Tensor:
+        """[B, H, M] bool: True where a slot is stored."""
+        slots = torch.arange(self._max_length, device=self._device)
+        return (slots < self._length_dev[:, None]).view(self.batch, self.heads, self._max_length)
+
+    def gather(self) -> tuple[Tensor, Tensor]:
+        """Padded copies keys [B, H, M, D], values [B, H, M, Dv], zeros beyond a run: for tests and slow paths."""
+        return self._padded(self._keys, 0), self._padded(self._values, 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by keys and values, slack included."""
+        return self._keys.untyped_storage().nbytes() + self._values.untyped_storage().nbytes()
+
+    @property
+    def side_nbytes(self) -> int:
+        """Bytes held by everything else: positions, starts, lengths, fields."""
+        held = [self._positions, self._start_dev, self._length_dev, *self._fields.values()]
+        return sum(tensor.untyped_storage().nbytes() for tensor in held)
+
+    # -- changing what is stored -------------------------------------------------------------------------------------
+
+    def append(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+        """Add q slots behind every run: keys [B, H, q, D], values [B, H, q, Dv], positions [B, q]. O(q) amortised."""
+        q = keys.shape[2]
+        if keys.shape[:2] != (self.batch, self.heads) or positions.shape != (self.batch, q):
+            raise ValueError(
+                f"append expects keys [{self.batch}, {self.heads}, q, D] and positions [{self.batch}, q], "
+                f"got {tuple(keys.shape)} and {tuple(positions.shape)}"
+            )
+        if q > self._spare:
+            self._rebuild(self._length, self._length + q)
+        new_positions = positions[:, None]
+        if self._uniform:
+            at = self._max_length
+            views = self._views
+            views[0].narrow(2, at, q).copy_(keys.detach())
+            views[1].narrow(2, at, q).copy_(values.detach())
+            views[2].narrow(2, at, q).copy_(new_positions)
+            for view, fill in zip(views[3:], self._fills.values(), strict=True):
+                view.narrow(2, at, q).fill_(fill)
+        else:
+            rows = self._start_dev + self._length_dev
+            if q > 1:
+                rows = (rows[:, None] + torch.arange(q, device=self._device)).view(-1)
+            n = rows.shape[0]
+            self._keys.index_copy_(0, rows, keys.detach().reshape(n, -1).to(self._keys.dtype))
+            self._values.index_copy_(0, rows, values.detach().reshape(n, -1).to(self._values.dtype))
+            spread = new_positions.to(self._device, torch.int32).expand(-1, self.heads, -1).reshape(n)
+            self._positions.index_copy_(0, rows, spread)
+            for name, buffer in self._fields.items():
+                buffer.index_fill_(0, rows, self._fills[name])
+        # New tensors, not in-place sums: a Runs that was handed out keeps describing what it described.
+        self._length = self._length + q
+        self._length_dev = self._length if self._device.type == "cpu" else self._length_dev + q
+        self._max_length += q
+        self._spare -= q
+        self._runs = None
+
+    def keep(self, mask: Tensor) -> None:
+        """Drop every slot whose entry in mask (bool [B, H, M] or [B, 1, M]) is False; padding is ignored.
+
+        Order is preserved. Runs are compacted in place; buffers are replaced by smaller ones when much is spare.
+        """
+        shape = (self.batch, self.heads, self._max_length)
+        if mask.dtype != torch.bool or mask.dim() != 3 or mask.shape[-1] != self._max_length:
+            raise ValueError(f"keep expects a bool mask {list(shape)}, got {mask.dtype} {tuple(mask.shape)}")
+        mask = mask.to(self._device).expand(shape)
+        if not self._uniform:
+            mask = mask & self.valid()
+        mask = mask.reshape(-1, self._max_length)
+        counts = mask.sum(-1).cpu()
+        if torch.equal(counts, self._length):
+            return
+        run, slot = mask.nonzero(as_tuple=True)
+        source = self._start_dev[run] + slot
+        if self._wasteful(counts):
+            self._rebuild(counts, counts, source)
+            return
+        target = _flat(self._start_dev, counts.to(self._device), source.shape[0])
+        moved = (source != target).nonzero()[:, 0]
+        source, target = source[moved], target[moved]
+        for buffer in self._buffers():
+            buffer.index_copy_(0, target, buffer.index_select(0, source))
+        self._set_lengths(counts)
+
+    def crop(self, end: int) -> None:
+        """Drop the slots whose position is `end` or later."""
+        self.keep(self._padded(self._positions, -1) < end)
+
+    def extend_blank(self, extra: Tensor) -> None:
+        """Append extra[r] blank slots (position -1, zeros, fields at their fill) to run r; extra [R] int64."""
+        extra = extra.to("cpu", torch.int64)
+        if extra.shape != self._length.shape or bool((extra < 0).any()):
+            raise ValueError(f"extra must hold {self._length.shape[0]} counts of at least 0, got {extra.tolist()}")
+        lengths = self._length + extra
+        if bool((lengths > self._capacity).any()) or self._regular(lengths):
+            self._rebuild(self._length, lengths)
+        total = int(extra.sum())
+        rows = _flat((self._start + self._length).to(self._device), extra.to(self._device), total)
+        self._keys.index_fill_(0, rows, 0)
+        self._values.index_fill_(0, rows, 0)
+        self._positions.index_fill_(0, rows, -1)
+        for name, buffer in self._fields.items():
+            buffer.index_fill_(0, rows, self._fills[name])
+        self._set_lengths(lengths)
+
+    def write(self, runs: Tensor, slots: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> None:
+        """Overwrite n distinct stored slots: runs [n], slots [n], keys [n, D], values [n, Dv], positions [n].
+
+        Side fields keep their values. Indices on the CPU are checked; on a device the check would make it wait.
+        """
+        if runs.device.type == "cpu" and slots.device.type == "cpu" and runs.numel():
+            outside = (runs < 0) | (runs >= self._length.shape[0])
+            if bool(outside.any()) or bool(((slots < 0) | (slots >= self._length[runs])).any()):
+                raise ValueError("write reaches beyond the stored slots; call extend_blank first")
+        rows = self._start_dev[runs.to(self._device)] + slots.to(self._device)
+        self._keys.index_copy_(0, rows, keys.detach().to(self._device, self._keys.dtype))
+        self._values.index_copy_(0, rows, values.detach().to(self._device, self._values.dtype))
+        self._positions.index_copy_(0, rows, positions.to(self._device, torch.int32))
+
+    def select_sequences(self, index: Tensor) -> None:
+        """Sequence i becomes a copy of the former sequence index[i]; index [B'] int64. The identity is free."""
+        index = index.to("cpu", torch.int64)
+        if index.dim() != 1 or index.numel() == 0 or bool(((index < 0) | (index >= self.batch)).any()):
+            raise ValueError(f"index must hold sequence numbers below {self.batch}, got {index.tolist()}")
+        if index.tolist() == list(range(self.batch)):
+            return
+        former = (index[:, None] * self.heads + torch.arange(self.heads)).view(-1)
+        lengths = self._length[former]
+        start = self._start[former].to(self._device)
+        source = _flat(start, lengths.to(self._device), int(lengths.sum()))
+        self.batch = index.shape[0]
+        self._rebuild(lengths, lengths, source)
+
+    # -- side fields -------------------------------------------------------------------------------------------------
+
+    def add_field(
+        self, name: str, padded: Tensor | None = None, dtype: torch.dtype = torch.float32, fill: float = 0
+    ) -> None:
+        """Attach one value per slot: padded [B, H, M] gives those of the stored slots, new slots start at `fill`."""
+        if name in self._fields:
+            raise ValueError(f"field {name!r} exists already; use set_field to change it")
+        with torch.inference_mode(False):
+            self._fields[name] = torch.full(self._positions.shape, fill, dtype=dtype, device=self._device)
+        self._fills[name] = fill
+        self._refresh_views()
+        if padded is not None:
+            self.set_field(name, padded)
+
+    def has_field(self, name: str) -> bool:
+        return name in self._fields
+
+    def field(self, name: str) -> Tensor:
+        """[B, H, M] padded copy; 0 beyond a run's length."""
+        return self._padded(self._field(name), 0)
+
+    def set_field(self, name: str, padded: Tensor) -> None:
+        """Replace the values of the stored slots by padded [B, H, M]; its padding is ignored."""
+        buffer = self._field(name)
+        shape = (self.batch, self.heads, self._max_length)
+        if padded.shape != shape:
+            raise ValueError(f"field {name!r} needs values {list(shape)}, got {tuple(padded.shape)}")
+        if self._uniform:
+            buffer.view(self.batch, self.heads, -1)[:, :, : self._max_length].copy_(padded.detach())
+        else:
+            kept = padded.detach().to(self._device, buffer.dtype)[self.valid()]
+            buffer.index_copy_(0, _flat(self._start_dev, self._length_dev, kept.shape[0]), kept)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _field(self, name: str) -> Tensor:
+        if name not in self._fields:
+            raise KeyError(f"no field {name!r} here, only {sorted(self._fields)}; add_field creates one")
+        return self._fields[name]
+
+    def _buffers(self) -> list[Tensor]:
+        return [self._keys, self._values, self._positions, *self._fields.values()]
+
+    def _padded(self, buffer: Tensor, beyond: float) -> Tensor:
+        """[N, ...] -> [B, H, M, ...] copy with `beyond` in the padding."""
+        shape = (self.batch, self.heads, self._max_length, *buffer.shape[1:])
+        if self._uniform:
+            return buffer.view(self.batch, self.heads, -1, *buffer.shape[1:])[:, :, : self._max_length].clone()
+        slots = torch.arange(self._max_length, device=self._device)
+        rows = self._start_dev[:, None] + slots
+        padding = slots >= self._length_dev[:, None]
+        padded = buffer[rows.masked_fill_(padding, 0)]
+        padded[padding] = beyond
+        return padded.view(shape)
+
+    def _set_lengths(self, lengths: Tensor) -> None:
+        """Record lengths [R] (CPU) that fit the present layout."""
+        self._length = lengths
+        self._length_dev = lengths.to(self._device, non_blocking=True)
+        self._max_length = int(lengths.max())
+        self._spare = int((self._capacity - lengths).min())
+        self._uniform = self._strided and int(lengths.min()) == self._max_length
+        self._runs = None
+
+    def _room(self, lengths: Tensor) -> int:
+        """Spare slots for each run. All runs grow alike, so all get the same room: the mean of slack(length), which
+
+        costs no more bytes than slack per run and does not let one short run force a regrow of all every 8 tokens.
+        """
+        return max(8, int((lengths // 16).sum()) // lengths.shape[0])
+
+    def _regular(self, lengths: Tensor) -> bool:
+        """Would a new layout for these lengths gain dense views?"""
+        return not self._strided and int(lengths.min()) == int(lengths.max())
+
+    def _wasteful(self, lengths: Tensor) -> bool:
+        allowed = int(lengths.sum()) + 2 * lengths.shape[0] * self._room(lengths)
+        return self._keys.shape[0] > allowed or self._regular(lengths)
+
+    def _allocate(self, lengths: Tensor) -> Tensor:
+        """Fresh, uninitialised buffers with room for lengths [R] and the usual slack; returns the starts [R] (CPU)."""
+        self._capacity = lengths + self._room(lengths)
+        end = self._capacity.cumsum(0)
+        self._start = end - self._capacity
+        self._start_dev = self._start.to(self._device, non_blocking=True)
+        self._strided = int(lengths.min()) == int(lengths.max())
+        rows = int(end[-1])
+        # Normal tensors even under inference_mode: later steps may run outside of it and write here.
+        with torch.inference_mode(False):
+            self._keys = self._keys.new_empty(rows, self._keys.shape[1])
+            self._values = self._values.new_empty(rows, self._values.shape[1])
+            self._positions = self._positions.new_empty(rows)
+            self._fields = {name: buffer.new_empty(rows) for name, buffer in self._fields.items()}
+        self._refresh_views()
+        return self._start
+
+    def _refresh_views(self) -> None:
+        """Dense views over the whole stride, for cheap appends to uniform runs."""
+        self._views = []
+        if self._strided:
+            with torch.inference_mode(False):
+                self._views = [b.view(self.batch, self.heads, -1, *b.shape[1:]) for b in self._buffers()]
+
+    def _rebuild(self, carried: Tensor, lengths: Tensor, source: Tensor | None = None) -> None:
+        """Move into fresh buffers that have room for lengths [R].
+
+        The old rows `source` (in run order; by default all stored rows) become the first carried[r] slots of run r.
+        """
+        total = int(carried.sum())
+        if source is None:
+            source = _flat(self._start_dev, self._length_dev, total)
+        before = self._buffers()
+        start = self._allocate(lengths)
+        target = _flat(start.to(self._device), carried.to(self._device), total)
+        for old, new in zip(before, self._buffers(), strict=True):
+            _take(new, old, target, source)
+        self._set_lengths(carried)
+
+
+def _flat(start: Tensor, length: Tensor, total: int) -> Tensor:
+    """Rows start[r], start[r] + 1, ... start[r] + length[r] - 1 of all runs, one after another: [total] int64."""
+    shift = start - (length.cumsum(0) - length)
+    return torch.repeat_interleave(shift, length, output_size=total) + torch.arange(total, device=start.device)
+
+
+def _take(target: Tensor, source: Tensor, target_rows: Tensor, source_rows: Tensor) -> None:
+    """target[target_rows] = source[source_rows] without a temporary: slack rows get a copy of some stored row."""
+    if source.shape[0] == 0 or source_rows.shape[0] == 0:
+        return
+    chosen = torch.zeros(target.shape[0], dtype=torch.int64, device=target.device)
+    chosen.index_copy_(0, target_rows, source_rows)
+    with torch.no_grad():
+        torch.index_select(source, 0, chosen, out=target)
