@@ -52,18 +52,14 @@ def ids(*rows: list[int]) -> torch.Tensor:
     return torch.tensor(rows)
 
 
-@pytest.mark.parametrize(
-    "config", [QWEN, LLAVA, GEMMA3, PHI4], ids=lambda c: c.model_type
-)
+@pytest.mark.parametrize("config", [QWEN, LLAVA, GEMMA3, PHI4], ids=lambda c: c.model_type)
 @pytest.mark.parametrize("images", [0, 1, 3])
 def test_counts_images(config, images):
     row = [1, 2] + [t for _ in range(images) for t in [START, IMG, IMG, IMG, END, 5]]
     prompt = PromptMap.from_inputs(config, ids(row))
     spans = prompt.spans(0)
     assert [s.index for s in spans] == list(range(images))
-    assert [(s.start, s.end) for s in spans] == [
-        (3 + 6 * i, 6 + 6 * i) for i in range(images)
-    ]
+    assert [(s.start, s.end) for s in spans] == [(3 + 6 * i, 6 + 6 * i) for i in range(images)]
     assert all(s.kind == IMAGE and s.length == 3 for s in spans)
     assert prompt.first_visual.tolist() == [3 if images else len(row)]
     assert prompt.has_visual is bool(images)
@@ -98,9 +94,7 @@ def test_markers_counted_as_image_by_the_processor_stay_text():
 
 
 def test_image_lengths_join_the_rows_of_one_image():
-    row = ids(
-        [1, IMG, IMG, 7, IMG, IMG, 8, IMG, IMG, 8]
-    )  # Pixtral: 7 = row break, 8 = image end
+    row = ids([1, IMG, IMG, 7, IMG, IMG, 8, IMG, IMG, 8])  # Pixtral: 7 = row break, 8 = image end
     prompt = PromptMap.from_inputs(LLAVA, row, image_lengths=[[4, 2]])
     assert prompt.spans(0) == [
         Span(IMAGE, 1, 3, 0),
@@ -127,9 +121,7 @@ def test_video_and_image():
 
 
 def test_glm_writes_frames_as_image_tokens():
-    prompt = PromptMap.from_inputs(
-        GLM, ids([IMG, 1, START, 5, IMG, IMG, 6, 5, IMG, 6, END, IMG])
-    )
+    prompt = PromptMap.from_inputs(GLM, ids([IMG, 1, START, 5, IMG, IMG, 6, 5, IMG, 6, END, IMG]))
     assert [s.kind for s in prompt.spans(0)] == [IMAGE, VIDEO, VIDEO, IMAGE]
     assert [s.index for s in prompt.spans(0)] == [0, 0, 1, 1]
 
@@ -148,19 +140,11 @@ def test_modalities_take_precedence():
 
 def test_token_type_ids_are_modalities_for_gemma3_only():
     row, types = ids([1, START, IMG, IMG, END, 4]), ids([0, 0, 1, 1, 0, 0])
-    assert PromptMap.from_inputs(GEMMA3, row, token_type_ids=types).spans(0) == [
-        Span(IMAGE, 2, 4, 0)
-    ]
+    assert PromptMap.from_inputs(GEMMA3, row, token_type_ids=types).spans(0) == [Span(IMAGE, 2, 4, 0)]
     unnamed = SimpleNamespace(model_type="gemma3")
-    assert PromptMap.from_inputs(unnamed, row, token_type_ids=types).spans(0) == [
-        Span(IMAGE, 2, 4, 0)
-    ]
-    pali = SimpleNamespace(
-        model_type="paligemma", image_token_index=IMG
-    )  # 1 = suffix there
-    suffix = PromptMap.from_inputs(
-        pali, ids([IMG, IMG, 1, 2]), token_type_ids=ids([0, 0, 0, 1])
-    )
+    assert PromptMap.from_inputs(unnamed, row, token_type_ids=types).spans(0) == [Span(IMAGE, 2, 4, 0)]
+    pali = SimpleNamespace(model_type="paligemma", image_token_index=IMG)  # 1 = suffix there
+    suffix = PromptMap.from_inputs(pali, ids([IMG, IMG, 1, 2]), token_type_ids=ids([0, 0, 0, 1]))
     assert suffix.kinds.tolist() == [[IMAGE, IMAGE, TEXT, TEXT]]
 
 
@@ -168,7 +152,8 @@ def test_phi4_names_its_ids_in_the_parts():
     assert placeholder_ids(PHI4) == {IMAGE: {IMG}, VIDEO: set(), AUDIO: {AUD}}
     prompt = PromptMap.from_inputs(PHI4, ids([1, IMG, AUD, 2]))
     assert prompt.kinds.tolist() == [[TEXT, IMAGE, AUDIO, TEXT]]
-    assert not prompt.text[0, 2] and not prompt.visual[0, 2]
+    assert not prompt.text[0, 2]
+    assert not prompt.visual[0, 2]
 
 
 def test_padding_left_right_and_a_longer_mask():
@@ -181,12 +166,8 @@ def test_padding_left_right_and_a_longer_mask():
     assert prompt.kinds[1].tolist() == [TEXT, IMAGE, TEXT, PAD, PAD]
     longer = torch.cat([torch.ones(3, 4, dtype=torch.long), mask], 1)
     assert torch.equal(PromptMap.from_inputs(LLAVA, row, longer).kinds, prompt.kinds)
-    assert torch.equal(
-        PromptMap.from_inputs(LLAVA, row, mask.bool()).kinds, prompt.kinds
-    )
-    assert torch.equal(
-        PromptMap.from_inputs(LLAVA, row, mask.float()).kinds, prompt.kinds
-    )
+    assert torch.equal(PromptMap.from_inputs(LLAVA, row, mask.bool()).kinds, prompt.kinds)
+    assert torch.equal(PromptMap.from_inputs(LLAVA, row, mask.float()).kinds, prompt.kinds)
 
 
 def test_padding_with_the_image_token_is_padding():
@@ -201,20 +182,14 @@ def test_wrong_masks(shape):
 
 
 def test_text_model_has_no_visual_tokens():
-    prompt = PromptMap.from_inputs(
-        SimpleNamespace(model_type="llama"), ids([1, IMG, 3])
-    )
-    assert (
-        prompt.spans(0) == []
-        and not prompt.has_visual
-        and prompt.first_visual.tolist() == [3]
-    )
+    prompt = PromptMap.from_inputs(SimpleNamespace(model_type="llama"), ids([1, IMG, 3]))
+    assert prompt.spans(0) == []
+    assert not prompt.has_visual
+    assert prompt.first_visual.tolist() == [3]
 
 
 def test_take_gathers_and_pads():
-    prompt = PromptMap.from_inputs(
-        QWEN, ids([1, IMG, IMG, 2, IMG, VID], [1, 2, 3, 4, 5, IMG])
-    )
+    prompt = PromptMap.from_inputs(QWEN, ids([1, IMG, IMG, 2, IMG, VID], [1, 2, 3, 4, 5, IMG]))
     index = ids([0, 2, 4, 5], [1, 5, 0, 0])
     valid = torch.tensor([[True] * 4, [True, True, False, False]])
     taken = prompt.take(index, valid)
@@ -291,6 +266,4 @@ def test_real_configs():
         assert prompt.spans(0) == [Span(IMAGE, 1, 3, 0)], name
     config = transformers.Phi4MultimodalConfig()
     token = config.vision_config.image_token_id
-    assert PromptMap.from_inputs(config, torch.tensor([[1, token]])).spans(0) == [
-        Span(IMAGE, 1, 2, 0)
-    ]
+    assert PromptMap.from_inputs(config, torch.tensor([[1, token]])).spans(0) == [Span(IMAGE, 1, 2, 0)]

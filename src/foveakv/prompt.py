@@ -54,19 +54,13 @@ class PromptMap:
 
     def __post_init__(self) -> None:
         if self.kinds.dim() != 2:
-            raise InputError(
-                f"PromptMap needs kinds of shape [batch, columns], got {tuple(self.kinds.shape)}"
-            )
+            raise InputError(f"PromptMap needs kinds of shape [batch, columns], got {tuple(self.kinds.shape)}")
         if self.index is not None and self.index.shape != self.kinds.shape:
             raise InputError(
                 f"PromptMap: index {tuple(self.index.shape)} must have the shape of kinds {tuple(self.kinds.shape)}"
             )
         object.__setattr__(self, "kinds", self.kinds.to(torch.int8))
-        index = (
-            _number_runs(self.kinds)
-            if self.index is None
-            else self.index.to(torch.int32)
-        )
+        index = _number_runs(self.kinds) if self.index is None else self.index.to(torch.int32)
         object.__setattr__(self, "index", index)
 
     @property
@@ -101,11 +95,7 @@ class PromptMap:
     def first_visual(self) -> Tensor:
         """[B] int64: column of the first visual token, C where a sequence has none."""
         columns = torch.arange(self.columns, device=self.kinds.device)
-        return (
-            torch.where(self.visual, columns, self.columns).amin(1)
-            if self.columns
-            else self.lengths
-        )
+        return torch.where(self.visual, columns, self.columns).amin(1) if self.columns else self.lengths
 
     @cached_property
     def has_visual(self) -> bool:
@@ -151,9 +141,7 @@ class PromptMap:
         Image numbers go on counting. A run that touches the seam from both sides is one image cut by the chunks.
         """
         if other.batch != self.batch:
-            raise InputError(
-                f"cannot join prompts of {self.batch} and {other.batch} sequences"
-            )
+            raise InputError(f"cannot join prompts of {self.batch} and {other.batch} sequences")
         if not self.columns or not other.columns:
             return self if self.columns else other
         numbers = other.index.clone()
@@ -161,12 +149,8 @@ class PromptMap:
             here = torch.where(self.kinds == kind, self.index, -1)
             touching = (self.kinds[:, -1] == kind) & (other.kinds[:, 0] == kind)
             offset = here.amax(1) + 1 - touching.to(torch.int32)
-            numbers = torch.where(
-                other.kinds == kind, numbers + offset[:, None], numbers
-            )
-        return PromptMap(
-            torch.cat([self.kinds, other.kinds], 1), torch.cat([self.index, numbers], 1)
-        )
+            numbers = torch.where(other.kinds == kind, numbers + offset[:, None], numbers)
+        return PromptMap(torch.cat([self.kinds, other.kinds], 1), torch.cat([self.index, numbers], 1))
 
     def append(self, count: int, real: Tensor | None = None) -> PromptMap:
         """`count` more text columns (decoded tokens); `real` [B, count] bool marks padding with False."""
@@ -206,19 +190,16 @@ class PromptMap:
         """
         _check_shape("input_ids", input_ids, None)
         kinds = _kinds_from_ids(config, input_ids)
-        if mm_token_type_ids is None and str(
-            getattr(config, "model_type", "")
-        ).startswith(_TOKEN_TYPES_ARE_MODALITIES):
+        if mm_token_type_ids is None and str(getattr(config, "model_type", "")).startswith(_TOKEN_TYPES_ARE_MODALITIES):
             mm_token_type_ids = token_type_ids
         if mm_token_type_ids is not None:
             _check_shape("mm_token_type_ids", mm_token_type_ids, input_ids)
             kinds = _apply_modalities(kinds, mm_token_type_ids.to(input_ids.device))
         if attention_mask is not None:
             kinds = kinds.masked_fill(~_real_columns(attention_mask, input_ids), PAD)
-        index = None
-        if image_lengths is not None:
-            index = _number_by_lengths(kinds, image_lengths)
-        return cls(kinds, index)
+        if image_lengths is None:
+            return cls(kinds)
+        return cls(kinds, _number_by_lengths(kinds, image_lengths))
 
 
 def placeholder_ids(config: Any) -> dict[int, set[int]]:
@@ -253,9 +234,7 @@ def _kinds_from_ids(config: Any, input_ids: Tensor) -> Tensor:
         getattr(config, "video_start_token_id", None),
         getattr(config, "video_end_token_id", None),
     )
-    if isinstance(start, int) and isinstance(
-        end, int
-    ):  # GLM-4V writes the frames of a video as image tokens
+    if isinstance(start, int) and isinstance(end, int):  # GLM-4V writes the frames of a video as image tokens
         inside = (input_ids == start).cumsum(1) > (input_ids == end).cumsum(1)
         kinds = kinds.masked_fill(inside & (kinds == IMAGE), VIDEO)
     return kinds
@@ -265,9 +244,7 @@ def _apply_modalities(kinds: Tensor, modalities: Tensor) -> Tensor:
     """Modalities decide; a non-placeholder marked as visual is a marker, hence text, if the ids are known at all."""
     modalities = modalities.to(torch.int8)
     if bool(((modalities < TEXT) | (modalities > AUDIO)).any()):
-        raise InputError(
-            "mm_token_type_ids must be 0 (text), 1 (image), 2 (video) or 3 (audio)"
-        )
+        raise InputError("mm_token_type_ids must be 0 (text), 1 (image), 2 (video) or 3 (audio)")
     known = kinds != TEXT
     agree = known & (modalities != TEXT)
     return torch.where(known, modalities, kinds) if bool(agree.any()) else modalities
@@ -275,18 +252,12 @@ def _apply_modalities(kinds: Tensor, modalities: Tensor) -> Tensor:
 
 def _real_columns(attention_mask: Tensor, input_ids: Tensor) -> Tensor:
     batch, columns = input_ids.shape
-    if (
-        attention_mask.dim() != 2
-        or attention_mask.shape[0] != batch
-        or attention_mask.shape[1] < columns
-    ):
+    if attention_mask.dim() != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < columns:
         raise InputError(
             f"attention_mask {tuple(attention_mask.shape)} does not fit input_ids {tuple(input_ids.shape)}; "
             "pass the [batch, columns] mask of the processor (1 = token, 0 = padding)"
         )
-    return (
-        attention_mask[:, attention_mask.shape[1] - columns :].to(input_ids.device) != 0
-    )
+    return attention_mask[:, attention_mask.shape[1] - columns :].to(input_ids.device) != 0
 
 
 def _check_shape(name: str, tensor: Tensor, like: Tensor | None) -> None:
@@ -308,9 +279,7 @@ def _number_runs(kinds: Tensor) -> Tensor:
 
 def _number_by_lengths(kinds: Tensor, image_lengths: Sequence[Sequence[int]]) -> Tensor:
     if len(image_lengths) != kinds.shape[0]:
-        raise InputError(
-            f"image_lengths has {len(image_lengths)} rows for {kinds.shape[0]} sequences"
-        )
+        raise InputError(f"image_lengths has {len(image_lengths)} rows for {kinds.shape[0]} sequences")
     index = _number_runs(kinds)
     counts = (kinds == IMAGE).sum(1).tolist()
     for b, lengths in enumerate(image_lengths):
