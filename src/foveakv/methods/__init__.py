@@ -37,7 +37,7 @@ def find(name: str) -> type[Method]:
     if name in _REGISTERED:
         return _REGISTERED[name]
     if name not in _TARGETS:
-        raise MethodError(f"unknown method {name!r}{_near(name, available())}; known: {', '.join(available())}")
+        raise MethodError(f"unknown method {name!r}{near(name, available())}; known: {', '.join(available())}")
     module, attribute = _TARGETS[name].split(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -49,7 +49,7 @@ def get(name: str, **options: Any) -> Method:
     for option in options:
         if option not in fields:
             known = ", ".join(fields) or "none"
-            raise MethodError(f"{name} has no option {option!r}{_near(option, fields)}; its options: {known}")
+            raise MethodError(f"{name} has no option {option!r}{near(option, fields)}; its options: {known}")
     return cls(**options)
 
 
@@ -63,6 +63,6 @@ def register(cls: type[Method]) -> type[Method]:
     return cls
 
 
-def _near(word: str, words: list[str]) -> str:
+def near(word: str, words: list[str]) -> str:
     match = difflib.get_close_matches(word, words, n=1)
     return f" (did you mean {match[0]!r}?)" if match else ""
