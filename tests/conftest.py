@@ -1,0 +1,41 @@
+"""Settings for all tests: no network, few threads, and no state left behind by one test for the next."""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from collections.abc import Iterator
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+import transformers
+
+torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+transformers.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+warnings.filterwarnings("ignore", category=UserWarning, module="transformers")
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Every test starts from the same random state."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def no_gradients() -> Iterator[None]:
+    """For manual loops over `model(...)`, which would otherwise build autograd graphs."""
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def collected() -> Iterator[None]:
+    """Collects garbage before and after, for tests that count what is alive."""
+    gc.collect()
+    yield
+    gc.collect()
