@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from foveakv.errors import MethodError
@@ -21,6 +22,7 @@ def choose(query: Tensor, runs: Runs) -> str:
     return "blocks"
 
 
+@torch.no_grad()
 def decode_attention(
     query: Tensor,
     runs: Runs,
@@ -36,7 +38,8 @@ def decode_attention(
     mask bool [B, 1 or H, q, M] in padded run coordinates, True = may attend; None = every stored slot.
     Returns out [B, Hq, q, Dv] in the query's dtype, and with `need_mass` the attention probabilities summed over the
     query group and the q queries: mass [B, H, M] float32 (float64 for float64 queries), 0 beyond a run.
-    A query that may attend to nothing gets 0. Sixteen-bit storage accumulates in float32.
+    A query that may attend to nothing gets 0. Sixteen-bit storage accumulates in float32. No gradients: what is
+    stored was detached from its graph, and pieces merged by log-sum-exp would give wrong ones.
     """
     batch, query_heads, q, _ = query.shape
     if batch != runs.batch or query_heads % runs.heads:

@@ -316,8 +316,8 @@ def _cut(runs: Runs, tile: int) -> list[_Pieces]:
     if width:
         column = torch.arange(width)
         stored = column < rest[:, None]
-        column = torch.minimum(column, (rest[:, None] - 1).clamp_(min=0))  # padding repeats a stored slot, see _padded
         slots = column + torch.where(column < head[:, None], 0, covered[:, None])
+        slots = torch.minimum(slots, (length[:, None] - 1).clamp_(min=0))  # padding repeats a stored slot, see _padded
         index = (slots + start[:, None]).clamp_(max=runs.keys.shape[0] - 1).view(-1).to(device)
         parts.append(
             _Pieces(
@@ -345,9 +345,9 @@ def _merge(out: Tensor, lse: Tensor, owner: Tensor, total: int) -> tuple[Tensor,
     index = owner[:, None].expand(-1, n)
     top = lse.new_full((total, n), -torch.inf).scatter_reduce_(0, index, lse, "amax")
     weight = torch.exp(lse - _safe(top)[owner])
-    # where, not a product: rows that see nothing may hold NaN.
-    parts = torch.where(weight[..., None] > 0, out * weight[..., None], 0)
+    # where, not a product: rows that see nothing may hold NaN. A NaN that is stored has a NaN weight and gets through.
+    parts = torch.where(weight[..., None] == 0, 0, out * weight[..., None])
     summed = out.new_zeros(total, n, out.shape[-1]).index_add_(0, owner, parts)
     norm = lse.new_zeros(total, n).index_add_(0, owner, weight)
-    merged = torch.where(norm[..., None] > 0, summed / norm[..., None], 0)
+    merged = torch.where(norm[..., None] == 0, 0, summed / norm[..., None])
     return merged, top + torch.log(norm)

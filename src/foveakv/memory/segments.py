@@ -232,7 +232,7 @@ class Segments:
         mask = mask.to(self._device).expand(shape)
         if not self._uniform:
             mask = mask & self.valid()
-        mask = mask.reshape(-1, self._max_length)
+        mask = mask.reshape(self.batch * self.heads, self._max_length)
         counts = mask.sum(-1).cpu()
         if torch.equal(counts, self._length):
             return
