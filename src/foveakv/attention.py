@@ -52,7 +52,9 @@ def _attention(base: str) -> Any:
             return compat.base_attention(base, module)(module, query, key, value, dense, scaling=scaling, **kwargs)
         for name in _FOREIGN:
             if kwargs.get(name) is not None:
-                raise UnsupportedModelError(f"{type(module).__name__} uses `{name}` in its attention, which is not supported")
+                raise UnsupportedModelError(
+                    f"{type(module).__name__} uses `{name}` in its attention, which is not supported"
+                )
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         layer = key.layer
         if key.keys is None:

@@ -68,7 +68,9 @@ class CompressedLayer(compat.CacheLayerMixin):
     def cache(self) -> CompressedCache:
         cache = self._cache()
         if cache is None:
-            raise CacheInUseError("the CompressedCache that owned this layer is gone; keep a reference to it while generating")
+            raise CacheInUseError(
+                "the CompressedCache that owned this layer is gone; keep a reference to it while generating"
+            )
         return cache
 
     # ---- transformers' contract
@@ -146,9 +148,7 @@ class CompressedLayer(compat.CacheLayerMixin):
         self.segments.select_sequences(index)
         for memory in self.extra_memory:
             memory.select_sequences(index)
-        for key, value in self.state.items():
-            if isinstance(value, Tensor):  # by convention, tensors in a layer's state are [B, ...]
-                self.state[key] = value.index_select(0, index.to(value.device))
+        _select_tensors(self.state, index)
 
     # ---- what our attention function calls
 
@@ -248,7 +248,7 @@ class CompressedCache(compat.Cache):
         self._forget()
 
     def _forget(self) -> None:
-        self.state: dict[str, Any] = {}
+        self.state: dict[Any, Any] = {}  # the method's, for the whole cache
         self.prompt: PromptMap | None = None
         self.geometry: Geometry | None = None
         self.dropped: tuple[Tensor, Tensor] | None = None  # columns that stay in the residual stream: index, valid
@@ -265,6 +265,26 @@ class CompressedCache(compat.Cache):
         """Forgets the prompt; the next forward pass begins a new one."""
         super().reset()
         self._forget()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Beam search: sequence b continues what `beam_idx[b]` has; every side tensor follows."""
+        super().reorder_cache(beam_idx)
+        self._select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        if self.prompt is not None:
+            self._select(torch.arange(self.prompt.batch, device=indices.device)[indices])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        if self.prompt is not None:
+            self._select(torch.arange(self.prompt.batch).repeat_interleave(repeats))
+
+    def _select(self, index: Tensor) -> None:
+        if self.prompt is not None:
+            self.prompt = self.prompt.select(index.to(self.prompt.kinds.device))
+        _select_tensors(self.state, index)
 
     def kept(self, layer: int) -> Tensor:
         """Positions stored in model layer `layer` right now: LongTensor [B, H, M], -1 where a head holds fewer."""
@@ -320,7 +340,9 @@ class CompressedCache(compat.Cache):
         comes in chunks, None for one that comes whole; `itemsize` is the bytes of one key element.
         """
         if self.forward_tokens is not None:
-            raise CacheInUseError("an earlier forward pass with this cache failed half-way; start again with a new cache")
+            raise CacheInUseError(
+                "an earlier forward pass with this cache failed half-way; start again with a new cache"
+            )
         if prompt is not None and not self.prefilled:
             self.last_chunk = total is None or self.seen + new >= total
             self._take_prompt(prompt, itemsize)
@@ -395,6 +417,13 @@ class CompressedCache(compat.Cache):
             batch=len(prompt.kinds), contexts=prompt.lengths.cpu(), layers=len(self.compressed), kv_heads=heads,
             head_dim=dim, value_dim=dim, itemsize=itemsize,
         )  # fmt: skip
+
+
+def _select_tensors(state: dict[Any, Any], index: Tensor) -> None:
+    """Reorders a method's state; by convention its tensors are [B, ...]."""
+    for key, value in state.items():
+        if isinstance(value, Tensor):
+            state[key] = value.index_select(0, index.to(value.device))
 
 
 def _layer_nbytes(layer: Any) -> int:

@@ -28,7 +28,9 @@ def cache_argument(model: PreTrainedModel) -> str:
     for name in CACHE_NAMES:
         if name in parameters:
             return name
-    raise UnsupportedModelError(f"{type(model).__name__}.forward takes no key-value cache, so there is none to compress")
+    raise UnsupportedModelError(
+        f"{type(model).__name__}.forward takes no key-value cache, so there is none to compress"
+    )
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:

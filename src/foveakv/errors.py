@@ -35,6 +35,10 @@ class InputError(FoveaKVError, ValueError):
     """A prompt or an image that cannot be used: missing file, corrupt picture, wrong number of image tokens."""
 
 
+class StoreError(FoveaKVError, OSError):
+    """The backing store on disk cannot be written."""
+
+
 class MissingDependencyError(FoveaKVError, ImportError):
     """An optional package is needed and not installed; the message has the command that installs it."""
 

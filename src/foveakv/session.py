@@ -141,7 +141,9 @@ class Attachment:
                 return (), kwargs
             cache = self.sessions[-1].replace(cache, kwargs)
         if cache.owner is None or cache.owner() is not model:
-            raise CacheInUseError("this compressed cache was made for another model; make one with foveakv.cache_for(model, ...)")
+            raise CacheInUseError(
+                "this compressed cache was made for another model; make one with foveakv.cache_for(model, ...)"
+            )
         if kwargs.get("output_attentions"):
             raise UnsupportedModeError("output_attentions=True: stored slots are attended to without forming weights")
         kwargs[self.cache_name] = cache
@@ -199,7 +201,9 @@ def _new_cache(model: compat.PreTrainedModel, method: Method, backend: str, trac
     return cache
 
 
-def cache_for(model: compat.PreTrainedModel, method: Method, *, backend: str = "auto", trace: bool = False) -> CompressedCache:
+def cache_for(
+    model: compat.PreTrainedModel, method: Method, *, backend: str = "auto", trace: bool = False
+) -> CompressedCache:
     """A compressed cache to pass as `past_key_values` (`cache` since transformers 5.24), for code that keeps its own.
 
     The model stays attached until the cache is garbage-collected; other caches go through it unchanged.
@@ -241,7 +245,9 @@ def _check_method(method: Any) -> None:
 class Session:
     """A `with` block in which a model's caches are compressed. `cache` is that of the latest prompt."""
 
-    def __init__(self, model: compat.PreTrainedModel, method: Method, *, backend: str = "auto", trace: bool = False) -> None:
+    def __init__(
+        self, model: compat.PreTrainedModel, method: Method, *, backend: str = "auto", trace: bool = False
+    ) -> None:
         _check_method(method)
         self.model = model
         self.method = method
@@ -277,7 +283,9 @@ class Session:
     def replace(self, cache: Any, kwargs: dict[str, Any]) -> CompressedCache:
         """A fresh compressed cache in place of the empty one that a forward pass was about to fill."""
         if kwargs.get("use_cache") is False:
-            raise UnsupportedModeError("use_cache=False leaves no cache to compress; drop it, or leave the compress() block")
+            raise UnsupportedModeError(
+                "use_cache=False leaves no cache to compress; drop it, or leave the compress() block"
+            )
         if cache is not None and not (type(cache) is compat.DynamicCache and cache.get_seq_length() == 0):
             raise UnsupportedModeError(
                 f"{self.method.name} cannot take over a {type(cache).__name__} that is already filled or of another kind; "

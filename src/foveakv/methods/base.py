@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from foveakv.budget import parse_budget
+from foveakv.errors import CacheInUseError
+
 if TYPE_CHECKING:
     from foveakv.cache import CompressedCache
     from foveakv.memory.segments import Segments
@@ -139,6 +142,15 @@ class Method:
         """The slots to keep after this step, bool [B, H, M] over `view.segments`; None drops nothing."""
         return None
 
+    def budget_tokens(self, cache: CompressedCache, budget: float | int | str) -> Tensor:
+        """Tokens per KV head that a budget allows each sequence: LongTensor [B], on the cache's device."""
+        if cache.geometry is None:
+            raise CacheInUseError("a budget is known only once the prompt is")
+        key = ("budget", budget)
+        if key not in cache.state:
+            cache.state[key] = parse_budget(budget).tokens(cache.geometry).to(cache.full_prompt.kinds.device)
+        return cache.state[key]
+
     def describe(self) -> dict[str, Any]:
         """Settings as plain values, for reports and result files."""
         return {"method": self.name, **{key: _plain(value) for key, value in vars(self).items()}}
@@ -159,5 +171,7 @@ def keep_top(scores: Tensor, count: Tensor) -> Tensor:
         bool [..., C] with exactly min(count, finite scores) marks per row; ties go to the lower column.
     """
     order = scores.argsort(dim=-1, descending=True, stable=True)
-    rank = torch.empty_like(order).scatter_(-1, order, torch.arange(scores.shape[-1], device=scores.device).expand_as(order))
+    rank = torch.empty_like(order).scatter_(
+        -1, order, torch.arange(scores.shape[-1], device=scores.device).expand_as(order)
+    )
     return (rank < count[..., None]) & (scores > -torch.inf)

@@ -1,0 +1,38 @@
+"""Random visual tokens: the floor that every method must beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from foveakv.budget import parse_budget
+from foveakv.methods.base import Method, PrefillView, keep_top
+
+
+@dataclass
+class Random(Method):
+    """Keep all text and, up to `budget` tokens, visual tokens drawn at random (`seed`), the same in every layer.
+
+    The draw depends on the seed and the visual token's number alone, so a prompt keeps the same tokens in any batch.
+    """
+
+    budget: float | int | str = 0.2
+    seed: int = 0
+
+    name: ClassVar[str] = "random"
+    visual_only: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        parse_budget(self.budget)
+
+    def prefill(self, view: PrefillView) -> Tensor:
+        visual = view.prompt.visual
+        generator = torch.Generator().manual_seed(self.seed)
+        draw = torch.rand(visual.shape[1], generator=generator).to(visual.device)
+        score = draw[(visual.cumsum(-1) - 1).clamp_min(0)].masked_fill(~visual, -torch.inf)
+        other = (view.prompt.real & ~visual).sum(-1)
+        room = (self.budget_tokens(view.cache, self.budget) - other).clamp_min(0)
+        return (keep_top(score, room) | ~visual)[:, None]

@@ -1,0 +1,56 @@
+"""SnapKV: keep what the end of the prompt attends to (Li et al., arXiv 2404.14469, Sec. 4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from foveakv.budget import parse_budget
+from foveakv.errors import MethodError
+from foveakv.methods.base import Method, PrefillView, keep_top
+from foveakv.scores import window_scores
+
+
+@dataclass
+class SnapKV(Method):
+    """Per KV head: the last `window` tokens, and the tokens they attend to most, `budget` tokens in all.
+
+    Scores are the window's attention (mean over its rows and the query group), smoothed by an average pool over
+    `kernel` neighbouring tokens. A budget no larger than the window keeps the newest tokens only.
+    """
+
+    budget: float | int | str = 0.2
+    window: int = 32
+    kernel: int = 5
+
+    name: ClassVar[str] = "snapkv"
+
+    def __post_init__(self) -> None:
+        parse_budget(self.budget)
+        if self.window < 1:
+            raise MethodError(f"{self.name}: window is a number of tokens, 1 or more, got {self.window}")
+        if self.kernel < 1 or self.kernel % 2 == 0:
+            raise MethodError(f"{self.name}: kernel is an odd number of tokens, got {self.kernel}")
+
+    def needs_queries(self, ordinal: int) -> bool:
+        return True
+
+    def prefill(self, view: PrefillView) -> Tensor:
+        size = self.budget_tokens(view.cache, self.budget)
+        window, score = window_and_scores(view, self.window, size)
+        score = F.avg_pool1d(score, self.kernel, stride=1, padding=self.kernel // 2)
+        score = score.masked_fill((window | ~view.prompt.real)[:, None], -torch.inf)
+        return keep_top(score, (size - window.sum(-1))[:, None]) | window[:, None]
+
+
+def window_and_scores(view: PrefillView, width: int, size: Tensor) -> tuple[Tensor, Tensor]:
+    """The window's columns, bool [B, C] (at most `size` [B] of them), and its scores [B, H, C], 0 at padding."""
+    real = view.prompt.real
+    from_end = real.flip(-1).cumsum(-1).flip(-1)  # 1 for the last real token
+    window = real & (from_end <= size.clamp_max(width)[:, None])
+    score = window_scores(view.query, view.keys, width, view.scaling, view.visible, real)
+    return window, score.masked_fill(~real[:, None], 0.0)
