@@ -27,7 +27,26 @@ _HOME = {
     "HybridKV": "foveakv.methods.hybridkv",
     "FoveaKVError": "foveakv.errors",
 }
-__all__ = ["__version__", *_HOME]
+__all__ = [
+    "HAE",
+    "AdaKV",
+    "CompressedCache",
+    "FastV",
+    "FoveaKVError",
+    "Full",
+    "H2O",
+    "HybridKV",
+    "Method",
+    "Random",
+    "Report",
+    "Session",
+    "SnapKV",
+    "Streaming",
+    "__version__",
+    "cache_for",
+    "compress",
+    "load",
+]
 
 if TYPE_CHECKING:
     from foveakv.cache import CompressedCache

@@ -27,10 +27,15 @@ from foveakv.prompt import PromptMap
 class ExtraMemory(Protocol):
     """Memory that a method adds to a layer, e.g. a backing store with its digests."""
 
-    device_nbytes: int
-    host_nbytes: int
-    extra_slots: int
-    """Prompt slots that live here and not in the layer's segments."""
+    @property
+    def device_nbytes(self) -> int: ...
+
+    @property
+    def host_nbytes(self) -> int: ...
+
+    @property
+    def extra_slots(self) -> int:
+        """Prompt slots that live here and not in the layer's segments."""
 
     def select_sequences(self, index: Tensor) -> None:
         """Follows a reordering of the batch (beams): LongTensor [B']."""
@@ -83,8 +88,8 @@ class CompressedLayer(compat.CacheLayerMixin):
         new = self.cache.forward_tokens
         if new is None:
             raise CacheInUseError(
-                "a compressed cache was used outside its model's forward pass: inside `with foveakv.compress(model, ...)`, or "
-                "with a cache from `foveakv.cache_for(model, ...)`, call that very model (not a submodule, not another one)"
+                "a compressed cache was used outside its model's forward pass: inside `with foveakv.compress(model, ...)`, "
+                "or with a cache from `foveakv.cache_for(model, ...)`, call that very model (no submodule, no other one)"
             )
         if self.segments is not None and len(key_states) != self.segments.batch:
             raise CacheInUseError(f"this cache holds {self.segments.batch} sequences and got {len(key_states)}")
@@ -112,7 +117,7 @@ class CompressedLayer(compat.CacheLayerMixin):
         return -1
 
     @property
-    def is_croppable(self) -> bool:  # type: ignore[override]
+    def is_croppable(self) -> bool:
         return not self.cache.method.evicts_while_decoding
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -212,10 +217,11 @@ class CompressedLayer(compat.CacheLayerMixin):
 
     @property
     def device_nbytes(self) -> int:
-        """Storage bytes on the compute device: keys, values, positions, side tensors, digests."""
+        """Storage bytes on the compute device: keys, values, positions, side tensors, a method's state, digests."""
         dense = sum(t.nbytes for t in self._dense or ())
         stored = 0 if self.segments is None else self.segments.nbytes + self.segments.side_nbytes
-        return dense + stored + sum(memory.device_nbytes for memory in self.extra_memory)
+        state = sum(t.untyped_storage().nbytes() for t in self.state.values() if isinstance(t, Tensor))
+        return dense + stored + state + sum(memory.device_nbytes for memory in self.extra_memory)
 
     @property
     def host_nbytes(self) -> int:
@@ -328,7 +334,7 @@ class CompressedCache(compat.Cache):
         return sum(_layer_nbytes(layer) for layer in self.layers)
 
     def note_peak(self) -> None:
-        """Records the present bytes, a running prefill's dense tensors included. Called where they are about to fall."""
+        """Records the present bytes, a running prefill's dense tensors included; called before they fall."""
         self.peak_nbytes = max(self.peak_nbytes, self.stored_nbytes)
 
     # ---- called around every forward pass of the model
@@ -357,14 +363,14 @@ class CompressedCache(compat.Cache):
         if not self.last_chunk:
             if method.drop_hidden_after is not None:
                 raise UnsupportedModeError(
-                    f"{method.name} with drop_hidden_states needs the whole prompt at once; leave out prefill_chunk_size"
+                    f"{method.name} with drop_hidden_states needs the whole prompt at once; remove prefill_chunk_size"
                 )
             return
         self.geometry = self._measure(itemsize)
         if method.visual_only and not bool(self.prompt.visual.any()):
             raise NoVisualTokensError(
-                f"{method.name} drops visual tokens only, and this prompt has no image or video; add one, or use snapkv, "
-                "h2o or streaming for text"
+                f"{method.name} drops visual tokens only, and this prompt has no image or video; add one, or use "
+                "snapkv, h2o or streaming for text"
             )
         method.begin(self)
 

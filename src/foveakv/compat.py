@@ -87,7 +87,7 @@ def base_mask(name: str) -> Callable[..., Any] | None:
     """The mask function that goes with attention implementation `name`; None where it takes no mask."""
     if name == "eager":
         return eager_mask
-    return ALL_MASK_ATTENTION_FUNCTIONS[name] if name in ALL_MASK_ATTENTION_FUNCTIONS else None
+    return ALL_MASK_ATTENTION_FUNCTIONS.get(name)
 
 
 def register_attention(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:

@@ -30,10 +30,10 @@ FAMILIES: tuple[Family, ...] = (
     Family("internvl", "InternVL"),
     Family("idefics3", "Idefics3"),
     Family("smolvlm", "SmolVLM"),
-    Family("gemma3", "Gemma 3", note="sliding-window layers stay as they are; only the full-attention layers are compressed"),
+    Family("gemma3", "Gemma 3", note="only full-attention layers are compressed, sliding-window layers stay"),
     Family("mistral3", "Mistral 3"),
     Family("phi4_multimodal", "Phi-4-multimodal"),
-    Family("qwen3_5", "Qwen3.5", note="linear-attention layers stay as they are; only the full-attention layers are compressed"),
+    Family("qwen3_5", "Qwen3.5", note="only full-attention layers are compressed, linear-attention layers stay"),
     Family("llama", "Llama (text)"),
     Family("qwen2", "Qwen2 (text)"),
     Family("qwen3", "Qwen3 (text)"),
@@ -41,8 +41,8 @@ FAMILIES: tuple[Family, ...] = (
         "paligemma", "PaliGemma",
         reason="it builds its attention mask as a tensor before the text decoder sees it, which fits no stored slots",
     ),
-    Family("gemma4", "Gemma 4", reason="its last layers reuse the KV of earlier ones and cut the attention mask as a tensor"),
-    Family("mllama", "Llama 3.2 Vision", reason="its images live in cross-attention layers, apart from the tokens of the prompt"),
+    Family("gemma4", "Gemma 4", reason="its last layers reuse earlier layers' KV and slice the attention mask as a tensor"),
+    Family("mllama", "Llama 3.2 Vision", reason="its images live in cross-attention layers, apart from the prompt's tokens"),
     Family("llama4", "Llama 4", reason="its generate() fails in transformers 5.24 itself, so nothing can be verified"),
 )  # fmt: skip
 _BY_TYPE = {family.model_type: family for family in FAMILIES}

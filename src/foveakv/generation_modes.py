@@ -31,7 +31,7 @@ def check_generate(model: Any, method: Method, args: tuple[Any, ...], kwargs: di
         raise UnsupportedModeError(f"{method.name} does not support custom_generate; it may bypass the cache")
     if _setting(model, kwargs, "output_attentions"):
         raise UnsupportedModeError(
-            f"{method.name}: attention weights over stored slots are not formed; remove output_attentions"
+            f"{method.name} forms no attention weights over stored slots; remove output_attentions"
         )
     assisted = kwargs.get("assistant_model") is not None or _setting(model, kwargs, "prompt_lookup_num_tokens")
     if assisted and method.evicts_while_decoding:

@@ -36,6 +36,7 @@ class KVHandle:
 
 def _refuse() -> NoReturn:
     raise CacheInUseError(
-        "a compressed cache met an attention function that is not FoveaKV's: use it inside the `with foveakv.compress(...)` "
-        "block it came from, or make it with `foveakv.cache_for(model, method)` and keep the model's attention unchanged"
+        "a compressed cache met an attention function that is not FoveaKV's: use it inside the block "
+        "`with foveakv.compress(...)` it came from, or make it with `foveakv.cache_for(model, method)` and leave the model's "
+        "attention implementation alone"
     )

@@ -23,8 +23,8 @@ def check_supported(config: Any) -> None:
     vision = getattr(config, "vision_config", None)
     if getattr(vision, "deepstack_visual_indexes", None):
         raise UnsupportedModelError(
-            f"{type(config).__name__} adds visual features to several early layers (deepstack), which needs every visual "
-            "token in the residual stream; use drop_hidden_states=False"
+            f"{type(config).__name__} adds visual features to several early layers (deepstack), which needs every "
+            "visual token in the residual stream; use drop_hidden_states=False"
         )
 
 
@@ -36,7 +36,7 @@ def install(layers: nn.ModuleList, active: Callable[[], CompressedCache | None])
             cache = active()
             if cache is None or cache.dropped is None or not _dropped_before(cache, layer_idx):
                 return None
-            index, valid = cache.dropped
+            index, _ = cache.dropped
             kwargs = dict(kwargs)
             hidden = args[0] if args else kwargs["hidden_states"]
             if hidden.shape[1] != index.shape[1]:

@@ -15,6 +15,26 @@ if TYPE_CHECKING:
     from foveakv.cache import CompressedCache, CompressedLayer
 
 
+_TOTALS = (
+    "tokens_seen",
+    "full_slots",
+    "stored_slots",
+    "full_bytes",
+    "stored_bytes",
+    "peak_bytes",
+    "host_bytes",
+    "compression",
+    "evicted",
+    "restored",
+    "retrieved",
+    "hit_rate",
+    "prefill_seconds",
+    "token_seconds",
+    "steps",
+    "notes",
+)
+
+
 @dataclass(frozen=True)
 class LayerReport:
     """One compressed layer. Slots are (KV head, token) pairs summed over sequences; bytes are storage bytes."""
@@ -135,14 +155,7 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values: settings, totals, times, versions, one entry per layer."""
-        totals = {
-            name: getattr(self, name)
-            for name in (
-                "tokens_seen", "full_slots", "stored_slots", "full_bytes", "stored_bytes", "peak_bytes", "host_bytes",
-                "compression", "evicted", "restored", "retrieved", "hit_rate", "prefill_seconds", "token_seconds", "steps",
-                "notes",
-            )
-        }  # fmt: skip
+        totals = {name: getattr(self, name) for name in _TOTALS}
         return {
             "settings": self.settings,
             **totals,

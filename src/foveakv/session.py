@@ -155,15 +155,17 @@ class Attachment:
         if not getattr(local, "generating", False):
             self._set_model_state(cache.model_state or None)
         ids, embeds = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
-        tokens = ids if ids is not None else embeds
-        if tokens is None:
-            raise UnsupportedModeError("a compressed model needs input_ids or inputs_embeds")
-        new = tokens.shape[1]
+        if ids is None:
+            if embeds is None:
+                raise UnsupportedModeError("a compressed model needs input_ids or inputs_embeds")
+            # Ids that match no placeholder: all text, unless mm_token_type_ids says otherwise.
+            ids = torch.full(embeds.shape[:2], -1, device=embeds.device)
+        new = ids.shape[1]
         prompt = None
         if not cache.prefilled:
             prompt = PromptMap.from_inputs(
                 model.config,
-                ids if ids is not None else torch.full(embeds.shape[:2], -1, device=embeds.device),
+                ids,
                 _last(kwargs.get("attention_mask"), new),
                 _last(kwargs.get("mm_token_type_ids"), new),
                 _last(kwargs.get("token_type_ids"), new),
@@ -288,8 +290,8 @@ class Session:
             )
         if cache is not None and not (type(cache) is compat.DynamicCache and cache.get_seq_length() == 0):
             raise UnsupportedModeError(
-                f"{self.method.name} cannot take over a {type(cache).__name__} that is already filled or of another kind; "
-                "leave past_key_values out, or pass a cache from this session"
+                f"{self.method.name} cannot take over a {type(cache).__name__} that is filled or of another kind; leave "
+                "past_key_values out, or pass a cache from this session"
             )
         self._cache = _new_cache(self.model, self.method, self.backend, self._trace)
         return self._cache

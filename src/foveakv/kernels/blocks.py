@@ -22,9 +22,10 @@ from torch import Tensor
 
 from foveakv.memory.segments import Runs, dense
 
-# Ragged runs up to this length are copied into one padded batch: cheaper than more or more careful calls.
-PADDED_UP_TO_CPU = 64
-PADDED_UP_TO = 1024
+# Ragged runs are copied into one padded batch while that is cheaper than more calls: on a CPU while the keys of a run
+# take no more bytes than this, elsewhere up to this many slots.
+PADDED_BYTES_CPU = 32 * 1024
+PADDED_SLOTS = 1024
 SHORTEST_STRIP = 256
 
 
@@ -32,12 +33,16 @@ def attend(
     query: Tensor, runs: Runs, scaling: float, mask: Tensor | None = None, need_mass: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """See `foveakv.kernels.decode_attention` for shapes."""
-    on_cpu = query.device.type == "cpu"
-    if runs.uniform or runs.max_length <= (PADDED_UP_TO_CPU if on_cpu else PADDED_UP_TO):
-        return attend_whole(query, runs, scaling, mask, need_mass)
-    if on_cpu:
-        return attend_strips(query, runs, scaling, mask, need_mass)
-    return attend_tiles(query, runs, scaling, mask, need_mass)
+    if query.device.type != "cpu":
+        few = runs.uniform or runs.max_length <= PADDED_SLOTS
+        return (attend_whole if few else attend_tiles)(query, runs, scaling, mask, need_mass)
+    if runs.uniform:
+        # One call gives every run to one thread; long runs on a machine with more threads than runs are cut.
+        idle = torch.get_num_threads() > runs.batch * runs.heads and runs.max_length >= 4 * SHORTEST_STRIP
+        whole = need_mass or not idle
+    else:
+        whole = runs.max_length * runs.keys.shape[1] * runs.keys.element_size() <= PADDED_BYTES_CPU
+    return (attend_whole if whole else attend_strips)(query, runs, scaling, mask, need_mass)
 
 
 def attend_whole(
@@ -88,9 +93,14 @@ def attend_strips(
         visible = None if allowed is None else allowed[run, :, :stored]
         count = 1 if need_mass else max(1, min(most, stored // shortest))
         if count == 1:
-            out[run], got_mass = _whole(rows[run], keys, values, scaling, visible, need_mass)
+            # Four dimensions: with fewer, PyTorch falls back to a path that copies the keys.
+            visible = None if visible is None else visible[None, None]
+            got, got_mass = _whole(
+                rows[None, None, run], keys[None, None], values[None, None], scaling, visible, need_mass
+            )
+            out[run] = got[0, 0]
             if mass is not None and got_mass is not None:
-                mass[run, :stored] = got_mass
+                mass[run, :stored] = got_mass[0, 0]
             continue
         size = stored // count
         for low, pieces, width in ((0, count, size), (count * size, 1, stored - count * size)):
@@ -212,17 +222,17 @@ def _padded(runs: Runs) -> tuple[Tensor, Tensor, Tensor]:
 def _whole(
     query: Tensor, keys: Tensor, values: Tensor, scaling: float, allowed: Tensor | None, need_mass: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention in one piece: query [..., n, D], keys [..., M, D], allowed bool, broadcastable to [..., n, M]."""
-    if need_mass:
+    """Attention in one piece: query [B, H, n, D], keys [B, H, M, D], allowed bool, broadcastable to [B, H, n, M]."""
+    mass = None
+    if need_mass or (keys.device.type == "cpu" and keys.shape[-1] != values.shape[-1]):  # no fused kernel for those
         scores = _scores(query, keys, scaling, allowed)
         probabilities = scores.softmax(-1)
         if allowed is not None:
             probabilities = probabilities.masked_fill(~allowed.any(-1, keepdim=True), 0)
         out = probabilities @ values.to(probabilities.dtype)
-        mass = probabilities.sum(-2)
+        mass = probabilities.sum(-2) if need_mass else None
     else:
         out = F.scaled_dot_product_attention(query, keys, values, attn_mask=allowed, scale=scaling)
-        mass = None
     if allowed is not None:
         out = out.masked_fill(~allowed.any(-1, keepdim=True), 0)
     return out.to(query.dtype), mass

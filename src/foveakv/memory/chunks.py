@@ -1,8 +1,8 @@
 """Prompt KV that lives outside of a layer's segments, in chunks that are fetched back by relevance.
 
-Notation: S stored heads (sequence, KV head pairs whose complete chunks were moved here), T tokens per chunk, N chunks of
-all stored heads, P chunks of the longest one; n rows, i.e. runs of the segments that choose among their chunks; K chunk
-slots of the row that has most.
+Notation: S stored heads (sequence, KV head pairs whose complete chunks were moved here), T tokens per chunk, N chunks
+of all stored heads, P chunks of the longest one; n rows, i.e. runs of the segments that choose among their chunks; K
+chunk slots of the row that has most.
 
 Chunks never change and are never copied again. Beams and other reorderings only change which stored head a row reads.
 """
@@ -80,13 +80,19 @@ class ChunkStore:
         self._outside = int(count.sum()) * chunk
 
     def _write_chunks(
-        self, keys: Tensor, values: Tensor, order: Tensor, stored: list[tuple[int, int, int]], directory: str | Path | None
+        self,
+        keys: Tensor,
+        values: Tensor,
+        order: Tensor,
+        stored: list[tuple[int, int, int]],
+        directory: str | Path | None,
     ) -> None:
         """Fills self._keys [N, T * D], self._values [N, T * Dv] and self.digests [S, P, D]."""
         chunk, total = self.chunk, sum(count for _, _, count in stored)
+        longest = max((count for _, _, count in stored), default=0)
         exact = torch.float64 if keys.dtype == torch.float64 else torch.float32
         with torch.inference_mode(False):
-            self.digests = keys.new_zeros(len(stored), max((count for _, _, count in stored), default=0), keys.shape[-1])
+            self.digests = keys.new_zeros(len(stored), longest, keys.shape[-1])
         parts = []
         for source in (keys, values):
             width = source.shape[-1]
@@ -113,8 +119,8 @@ class ChunkStore:
     def device_nbytes(self) -> int:
         """Digests, positions and tables; with place "device" the chunks as well."""
         tables = (
-            self._positions, self._first, self._count, self._sequence, self._stored, self._digest, self._run, self._offset,
-            self._slots, self._table, self._resident,
+            self._positions, self._first, self._count, self._sequence, self._stored, self._digest, self._run,
+            self._offset, self._slots, self._table, self._resident,
         )  # fmt: skip
         side = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tables if t.numel()}
         return self.digest_nbytes + sum(side.values()) + (self._store_nbytes if self.place == "device" else 0)
@@ -137,7 +143,7 @@ class ChunkStore:
         return self._run.shape[0]
 
     def reserve(self, segments: Segments, chunks: Tensor) -> None:
-        """Reserves chunk slots behind what the runs hold. chunks: LongTensor [B, H], how many; other heads' are ignored.
+        """Reserves chunk slots behind what the runs hold, chunks[b, h] of them; entries of other heads are ignored.
 
         A head whose chunks all fit gets them now and for good. One without a chunk slot can never get any: its chunks
         no longer count as stored.
@@ -280,7 +286,7 @@ class _Writer:
         self.file = None
         if place == "disk" and self.nbytes:
             try:
-                self.file = tempfile.TemporaryFile(buffering=0, dir=self.directory, prefix="foveakv-")
+                self.file = tempfile.TemporaryFile(buffering=0, dir=self.directory)  # noqa: SIM115, closed by finish
             except OSError as error:
                 raise self._error(error) from error
             return
@@ -315,6 +321,6 @@ class _Writer:
 
     def _error(self, error: OSError) -> StoreError:
         return StoreError(
-            f"cannot write {self.nbytes:,} bytes to {self.directory}: {error.strerror or error}; choose another store_dir "
-            'with more room, or store="host"'
+            f"cannot write {self.nbytes:,} bytes to {self.directory}: {error.strerror or error}; choose another "
+            'store_dir with more room, or store="host"'
         )

@@ -245,7 +245,7 @@ class Segments:
         moved = (source != target).nonzero()[:, 0]
         source, target = source[moved], target[moved]
         for buffer in self._buffers():
-            buffer.index_copy_(0, target, buffer.index_select(0, source))
+            _shift(buffer, target, source)
         self._set_lengths(counts)
 
     def crop(self, end: int) -> None:
@@ -431,3 +431,16 @@ def _take(target: Tensor, source: Tensor, target_rows: Tensor, source_rows: Tens
     chosen.index_copy_(0, target_rows, source_rows)
     with torch.no_grad():
         torch.index_select(source, 0, chosen, out=target)
+
+
+def _shift(buffer: Tensor, target_rows: Tensor, source_rows: Tensor) -> None:
+    """buffer[target_rows] = buffer[source_rows] in place, for ascending rows with target_rows <= source_rows.
+
+    Goes through the rows in portions: a later source is never a target of an earlier portion, and a portion that
+    stays in a cache is copied several times faster than everything at once through fresh memory.
+    """
+    portion = 2**18 if buffer.device.type == "cpu" else 2**24  # bytes
+    step = max(1, portion // (buffer[:1].numel() * buffer.element_size()))
+    for low in range(0, source_rows.shape[0], step):
+        part = slice(low, low + step)
+        buffer.index_copy_(0, target_rows[part], buffer.index_select(0, source_rows[part]))
