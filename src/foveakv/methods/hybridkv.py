@@ -1,0 +1,277 @@
+"""HybridKV: static heads keep a pruned cache, dynamic heads fetch chunks back at every step (arXiv 2604.05887)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from foveakv.budget import allocate_heads, parse_budget
+from foveakv.errors import CacheInUseError, MethodError, UnsupportedModeError
+from foveakv.memory.chunks import ChunkStore, Place
+from foveakv.memory.segments import Segments
+from foveakv.methods.base import DecodeView, Method, PrefillView, keep_top
+from foveakv.prompt import PromptMap
+from foveakv.scores import text_rows, topk_mass, window_scores
+
+if TYPE_CHECKING:
+    from foveakv.cache import CompressedCache, CompressedLayer
+
+
+@dataclass
+class HybridKV(Method):
+    """Classify the heads, give each its budget, then prune the static ones and retrieve for the dynamic ones.
+
+    1. Head score, Eq. 2 and 3: S[l, h] = mean over the prompt's text rows of the sum of the k highest attention
+       probabilities. Static iff S >= theta, per sequence, layer and KV head.
+    2. Budgets, Eq. 4 and 5: `foveakv.budget.allocate_heads`.
+    3. Static heads, App. A: text first, then the last `window` tokens, then the visual tokens that the window attends
+       to most; once, after the prompt.
+    4. Dynamic heads, App. A: their KV moves to a store in chunks of 8 tokens, and every step loads the chunks whose
+       mean key scores highest, until the budget is full.
+
+    Not stated in the paper; we take k = ceil(0.05 C) (its pilot study's), the mean of S over the query group, only
+    text rows behind the first visual token and at most 64 of them, alpha = 0.1, window = 32, budgets rounded down to a
+    power of two, digests of rotated keys, for a chunk the maximum over the query group (and over the new tokens, if
+    there are several) of the softmax over chunks, and decoded tokens on top of the budget. A dynamic head whose budget
+    holds no chunk beside the incomplete last one keeps its newest tokens and retrieves nothing.
+
+    Args:
+        budget: slots of the prompt that stay on the device, all heads together: 0.1, "10%", 1024 (tokens per head),
+            "1GB". Digests come on top: 1/16 of the dynamic heads' KV.
+        theta: S from which a head is static.
+        theta_quantile: static are the heads from this quantile of the sequence's S upwards, in place of `theta`. All
+            layers must be known before the first one can shrink, so the peak is that of a full cache.
+        rho: mean budget of dynamic heads as a share of the mean budget, Eq. 4.
+        alpha: share of the static budget that is dealt out evenly, Eq. 5's a.
+        window: tokens at the end of the prompt that static heads keep, and whose attention scores the others.
+        chunk_size: tokens per chunk.
+        k_ratio: k of the head score as a share of the prompt.
+        text_rows: "after_visual" (text behind the first visual token) or "all".
+        max_text_rows: rows that the head score uses at most: the last ones, and evenly spaced ones before.
+        rounding: of dynamic budgets to a power of two, "down" or "nearest" (the paper's).
+        min_budget: slots that every head is assured of where the total allows it; None = `window`.
+        store: where dynamic heads' chunks lie: "host", "device" (saves no memory) or "disk" (a file).
+        store_dir: directory of that file; None = the system's temporary directory, which may itself lie in memory.
+        classify: "auto", or "all_static" / "all_dynamic" whatever the scores are.
+        head_level: False gives every static head the same budget.
+        type_level: False gives static and dynamic heads the same mean budget.
+
+    After the prompt `cache.state["hybridkv"]` holds scores, classes and budgets as CPU tensors [B, L, H], see the end
+    of `after_prefill`.
+    """
+
+    budget: float | int | str = 0.1
+    theta: float = 0.9
+    theta_quantile: float | None = None
+    rho: float = 0.75
+    alpha: float = 0.1
+    window: int = 32
+    chunk_size: int = 8
+    k_ratio: float = 0.05
+    text_rows: Literal["after_visual", "all"] = "after_visual"
+    max_text_rows: int = 64
+    rounding: Literal["down", "nearest"] = "down"
+    min_budget: int | None = None
+    store: Place = "host"
+    store_dir: str | None = None
+    classify: Literal["auto", "all_static", "all_dynamic"] = "auto"
+    head_level: bool = True
+    type_level: bool = True
+
+    name: ClassVar[str] = "hybridkv"
+
+    def __post_init__(self) -> None:
+        parse_budget(self.budget)
+        _check_share("theta", self.theta, "a head score lies between 0 and 1")
+        if self.theta_quantile is not None:
+            _check_share("theta_quantile", self.theta_quantile, "it is the share of heads that become dynamic")
+        _check_share("alpha", self.alpha, "it is the share of the static budget that is dealt out evenly")
+        _check_share("k_ratio", self.k_ratio, "it is a share of the prompt's tokens")
+        if not 0 <= self.rho < math.inf:
+            raise MethodError(f"hybridkv: rho must be 0 or more (1: dynamic heads get the mean budget), got {self.rho}")
+        for option in ("window", "chunk_size", "max_text_rows", "min_budget"):
+            value = getattr(self, option)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise MethodError(f"hybridkv: {option} is a number of tokens, 1 or more, got {value!r}")
+        for option, known in _CHOICES.items():
+            value = getattr(self, option)
+            if value not in known:
+                raise MethodError(f"hybridkv: {option} must be one of {', '.join(known)}, got {value!r}")
+        if self.store_dir is not None and self.store != "disk":
+            raise MethodError(f'hybridkv: store_dir is used by store="disk" only; this one has store={self.store!r}')
+
+    @property
+    def retrieves(self) -> bool:
+        return self.classify != "all_static"
+
+    def needs_queries(self, ordinal: int) -> bool:
+        return True
+
+    @property
+    def _late(self) -> bool:
+        """Whether heads can be classified only when all layers are known."""
+        return self.theta_quantile is not None and self.classify == "auto"
+
+    # ---- prefill
+
+    def begin(self, cache: CompressedCache) -> None:
+        prompt = cache.full_prompt
+        share = Fraction(repr(self.k_ratio))  # exact: 0.05 * 140 is 7 and not a little more
+        k = [max(1, math.ceil(share * length)) for length in prompt.lengths.tolist()]
+        cache.state["hybridkv"] = *text_rows(prompt, self.text_rows == "after_visual", self.max_text_rows), k
+
+    def prefill(self, view: PrefillView) -> Tensor | None:
+        prompt, state = view.prompt, view.state
+        rows, valid, k = view.cache.state["hybridkv"]
+        scores = topk_mass(view.query, view.keys, rows, valid, view.scaling, view.visible, k)  # [B, H]
+        static = torch.ones_like(scores, dtype=torch.bool) if self._late else self._static(scores)
+        state["scores"], state["static"] = scores, static
+        if bool(static.any()):
+            state["window_scores"] = window_scores(
+                view.query, view.keys, self.window, view.scaling, view.visible, prompt.real
+            )  # [B, H, C]
+        layer = view.cache.compressed[view.ordinal]
+        self._offload(layer, view.keys, view.values, prompt.real, view.positions, ~static)
+        # Dynamic heads keep one complete chunk as well, in case their budget turns out too small to retrieve.
+        incomplete = prompt.lengths % self.chunk_size
+        return static[..., None] | (from_end(prompt.real) <= (incomplete + self.chunk_size)[:, None])[:, None]
+
+    def after_prefill(self, cache: CompressedCache) -> None:
+        geometry, prompt, layers = cache.geometry, cache.full_prompt, cache.compressed
+        if geometry is None:
+            raise CacheInUseError("a budget is known only once the prompt is")
+        scores = torch.stack([layer.state.pop("scores") for layer in layers], 1).cpu()  # [B, L, H]
+        static = torch.stack([layer.state.pop("static") for layer in layers], 1).cpu()
+        if self._late:
+            static = self._static(scores)
+        totals = parse_budget(self.budget).slots(geometry).tolist()
+        minimum = self.window if self.min_budget is None else self.min_budget
+        parts = [
+            allocate_heads(
+                scores[b], static[b], context, totals[b], self.rho, self.alpha,
+                min_budget=minimum, chunk=context % self.chunk_size + self.chunk_size, rounding=self.rounding,
+                head_level=self.head_level, type_level=self.type_level,
+            )
+            for b, context in enumerate(prompt.lengths.tolist())
+        ]  # fmt: skip
+        budgets = torch.stack([part.budgets for part in parts])  # [B, L, H]
+        for layer in layers:
+            self._settle(layer, prompt, static[:, layer.ordinal], budgets[:, layer.ordinal])
+        reserved = torch.stack([_segments(layer).lengths for layer in layers], 1)
+        stores = [store for layer in layers if (store := layer.state.get("store")) is not None]
+        cache.state["hybridkv"] = {
+            "scores": scores,  # [B, L, H], S of Eq. 3
+            "static": static,  # [B, L, H]
+            "budgets": budgets,  # [B, L, H] slots
+            "slots": reserved,  # [B, L, H] slots on the device after the prompt, those for retrieval included
+            "total": torch.tensor(totals),  # [B] slots of the budget
+            "nominal": torch.tensor([part.nominal for part in parts]),  # [B] before rounding and trimming
+            "digest_bytes": sum(store.digest_nbytes for store in stores),
+        }
+
+    def _static(self, scores: Tensor) -> Tensor:
+        """Which heads are static, from S [B, H] of one layer or [B, L, H] of all."""
+        if self.classify != "auto":
+            return torch.full_like(scores, self.classify == "all_static", dtype=torch.bool)
+        if self.theta_quantile is None:
+            return scores >= self.theta
+        threshold = scores.flatten(1).double().quantile(self.theta_quantile, dim=1)
+        return scores.double() >= threshold.view(-1, *[1] * (scores.dim() - 1))
+
+    def _offload(
+        self, layer: CompressedLayer, keys: Tensor, values: Tensor, real: Tensor, positions: Tensor, dynamic: Tensor
+    ) -> None:
+        """Moves the complete chunks of the dynamic heads [B, H] to a store of this layer."""
+        if bool(dynamic.any()):
+            store = ChunkStore(
+                keys, values, real, positions, dynamic,
+                chunk=self.chunk_size, place=self.store, directory=self.store_dir,
+            )  # fmt: skip
+            layer.state["store"] = store
+            layer.extra_memory.append(store)
+
+    def _settle(self, layer: CompressedLayer, prompt: PromptMap, static: Tensor, budgets: Tensor) -> None:
+        """Brings one layer to its budgets [B, H]: prunes static heads, reserves chunk slots for dynamic ones."""
+        segments = _segments(layer)
+        real, device = prompt.real, prompt.real.device
+        static, budgets = static.to(device), budgets.to(device)
+        order = (~real).to(torch.int8).argsort(dim=-1, stable=True)  # real columns first: the order in a complete run
+        if self._late:
+            keys, values = segments.gather()
+            stored = torch.arange(segments.max_length, device=device) < prompt.lengths[:, None]
+            self._offload(layer, keys, values, stored, order[:, : segments.max_length], ~static)
+        # Dynamic heads keep the incomplete chunk; where no chunk fits beside it, as many of the newest tokens as do.
+        incomplete = (prompt.lengths % self.chunk_size)[:, None]
+        chunks = (budgets - incomplete).clamp_min(0) // self.chunk_size  # [B, H]
+        resident = torch.where(chunks > 0, incomplete, budgets)
+        keep = from_end(segments.valid()) <= resident[..., None]
+        scores = layer.state.pop("window_scores", None)
+        if scores is not None:
+            kept = text_prior_keep(scores, prompt.text, real, budgets, self.window)
+            kept = kept.gather(2, order[:, None].expand_as(kept))[..., : segments.max_length]
+            keep = torch.where(static[..., None], kept, keep)
+        segments.keep(keep)
+        store = layer.state.get("store")
+        if store is not None:
+            store.reserve(segments, chunks)
+
+    # ---- decoding
+
+    def before_attention(self, view: DecodeView) -> None:
+        store: ChunkStore | None = view.state.get("store")
+        if store is None:
+            return
+        if view.seen - view.query.shape[-2] < view.cache.prompt_columns:
+            raise UnsupportedModeError(
+                "hybridkv: the cache was cropped into its prompt, whose chunks cannot be taken back; start a new cache"
+            )
+        asked, hits = store.fetch(view.segments, view.query, view.scaling)
+        if asked:
+            view.count(retrieved=asked, hits=hits)
+
+
+_CHOICES = {
+    "text_rows": ("after_visual", "all"),
+    "rounding": ("down", "nearest"),
+    "store": ("host", "device", "disk"),
+    "classify": ("auto", "all_static", "all_dynamic"),
+}
+
+
+def _check_share(option: str, value: Any, meaning: str) -> None:
+    if not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise MethodError(f"hybridkv: {option} must lie between 0 and 1 ({meaning}), got {value!r}")
+
+
+def _segments(layer: CompressedLayer) -> Segments:
+    if layer.segments is None:
+        raise CacheInUseError("the prompt has not been processed")
+    return layer.segments
+
+
+def from_end(real: Tensor) -> Tensor:
+    """How many real entries there are from each one to the end, 1 for the last; C + 1 where not real. [..., C] both."""
+    return real.flip(-1).cumsum(-1).flip(-1).masked_fill(~real, real.shape[-1] + 1)
+
+
+def text_prior_keep(scores: Tensor, text: Tensor, real: Tensor, budgets: Tensor, window: int) -> Tensor:
+    """What static heads keep (arXiv 2604.05887, App. A): bool [B, H, C] with min(budget, real columns) marks per head.
+
+    scores [B, H, C]; text, real bool [B, C]; budgets LongTensor [B, H]. Text comes first, then the last `window`
+    columns, then the best-scored rest. Where text alone exceeds budget - window, the window stays and the best-scored
+    text: in either case the window, then text, then the rest. Not stated in the paper; we keep the newest columns where
+    the budget is below the window, and count audio with the rest.
+    """
+    age = from_end(real)[:, None]
+    recent = age <= budgets.clamp_max(window)[..., None]
+    earlier = real[:, None] & (age > window)
+    left = budgets - recent.sum(-1)
+    best_text = keep_top(scores.masked_fill(~(earlier & text[:, None]), -torch.inf), left)
+    left = left - best_text.sum(-1)
+    best_rest = keep_top(scores.masked_fill(~(earlier & ~text[:, None]), -torch.inf), left)
+    return recent | best_text | best_rest
