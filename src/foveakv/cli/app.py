@@ -1,0 +1,37 @@
+"""The `foveakv` command and its parts."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from foveakv import __version__
+from foveakv.cli.compare import compare
+from foveakv.cli.generate import generate
+from foveakv.cli.info import doctor, methods, models
+
+app = typer.Typer(
+    name="foveakv",
+    help="Compress the key-value cache of vision-language models, and see what it costs.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for command in (generate, compare, methods, models, doctor):
+    app.command()(command)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"foveakv {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    """Compress the key-value cache of vision-language models, and see what it costs."""

@@ -1,0 +1,116 @@
+"""What the commands share: options, errors on one line, loading, and files that are written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from foveakv.errors import FoveaKVError, InputError
+
+EXIT_CODE = 2
+
+ModelOption = Annotated[
+    str, typer.Option("--model", "-m", help="A folder, a model id of the hub, or `demo` (the embedded model).")
+]
+ImagesOption = Annotated[list[str] | None, typer.Option("--image", "-i", help="A picture; repeat it for more.")]
+PromptOption = Annotated[
+    str | None,
+    typer.Option("--prompt", "-p", help="The question. `<image>` marks where each picture goes; else they come first."),
+]
+TokensOption = Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="The longest answer, in tokens.")]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... (default: cuda where there is one).")]
+DtypeOption = Annotated[
+    str | None, typer.Option(help="float32, bfloat16 or float16 (default: as the model is loaded).")
+]
+TrustOption = Annotated[
+    bool, typer.Option("--trust-remote-code", help="Run code that comes with the model. Off unless you say so.")
+]
+DebugOption = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+
+def output() -> Console:
+    """For results. In a file or pipe lines may be longer than the 80 columns that rich assumes there."""
+    console = Console()
+    return console if console.is_terminal else Console(width=110)
+
+
+def messages() -> Console:
+    """Progress and errors go to stderr, so that stdout holds the answer alone."""
+    return Console(stderr=True)
+
+
+def friendly(command: Callable[..., None]) -> Callable[..., None]:
+    """Turns the project's errors into one line and exit code 2; `--debug` lets them through."""
+
+    @wraps(command)
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except FoveaKVError as error:
+            if kwargs.get("debug"):
+                raise
+            messages().print(f"[bold red]error:[/bold red] {escape(str(error))}", highlight=False, soft_wrap=True)
+            raise typer.Exit(EXIT_CODE) from None
+
+    return guarded
+
+
+def load_model(name: str, *, device: str | None, dtype: str | None, trust_remote_code: bool) -> Any:
+    """Model and processor, with a status line while they load."""
+    quiet_transformers()
+    from foveakv import models
+
+    with messages().status(f"loading {name}"):
+        return models.load(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+
+
+def quiet_transformers() -> None:
+    """Keeps transformers' notices and progress bars out of the command's own output; errors stay."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+
+
+def check_output_files(*paths: Path | None) -> None:
+    """Fails before any work when a result could not be written later."""
+    for path in paths:
+        if path is None:
+            continue
+        if path.is_dir():
+            raise InputError(f"{path} is a folder; give the name of a file")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"cannot make the folder for {path}: {error}") from error
+        if not os.access(path.parent, os.W_OK):
+            raise InputError(f"cannot write to the folder of {path}")
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary file beside `path` that takes its place at the end of the block, or vanishes with an error."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
+    os.close(descriptor)
+    temporary = Path(name)
+    try:
+        yield temporary
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, data: Any) -> None:
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf8")

@@ -1,0 +1,163 @@
+"""`foveakv compare`: several methods and budgets on one prompt, in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from foveakv.cli import common
+from foveakv.cli.common import (
+    DebugOption,
+    DeviceOption,
+    DtypeOption,
+    ImagesOption,
+    ModelOption,
+    PromptOption,
+    TokensOption,
+    TrustOption,
+)
+from foveakv.errors import InputError, MethodError
+
+if TYPE_CHECKING:
+    from foveakv.compare import Candidate, Comparison
+
+
+@common.friendly
+def compare(
+    model: ModelOption = "demo",
+    image: ImagesOption = None,
+    prompt: PromptOption = None,
+    sample: Annotated[
+        int | None, typer.Option(min=1, help="Use the embedded model's sample prompt with this many pictures instead.")
+    ] = None,
+    methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "full,hae,hybridkv,snapkv,random",
+    budgets: Annotated[
+        str, typer.Option(help="Budgets, separated by commas, for the methods that take one.")
+    ] = "0.1,0.2",
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="A setting as method.key=value; repeat it for more.")
+    ] = None,
+    max_new_tokens: TokensOption = 32,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of every method; times are medians.")] = 1,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Generate all tokens, past the end of the answer.")
+    ] = False,
+    json: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw agreement, bytes and times into this PNG.")] = None,
+    kept_png: Annotated[
+        Path | None, typer.Option("--kept-png", help="Draw which patches every method kept into this PNG.")
+    ] = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    trust_remote_code: TrustOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Run methods side by side with transformers' own cache: answers, bytes and times.
+
+    The first row, `transformers`, is the plain model; `full` is the full cache through this project's attention.
+
+    Example: foveakv compare --sample 8 --methods full,hybridkv,snapkv --budgets 0.1,0.2 --kept-png kept.png
+    """
+    from foveakv.compare import compare as run
+    from foveakv.inputs import build_inputs, read_images
+
+    common.check_output_files(json, plot, kept_png)
+    if (sample is None) == (prompt is None):
+        raise InputError("give either --prompt (with --image) or --sample N")
+    if sample is not None and (model != "demo" or image):
+        raise InputError("--sample is a prompt of the embedded model: leave --image out, and --model too (or say demo)")
+    if kept_png is not None and not (image or sample):
+        raise InputError("--kept-png needs pictures: give --image or --sample")
+    chosen = _candidates(_names(methods, "methods"), _names(budgets, "budgets"), set_ or [])
+    pictures: Sequence[Any] = read_images(image or [])
+    expected, captions, question = None, [Path(name).name for name in image or []], prompt or ""
+    if sample is not None:
+        from foveakv.embedded import sample_prompt
+
+        example = sample_prompt(sample)
+        pictures, expected, captions, prompt = example.images, example.answer, list(example.captions), example.text
+        question = example.question
+    loaded = common.load_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    inputs = build_inputs(loaded.processor, prompt or "", pictures, model=loaded.model)
+    tokenizer = getattr(loaded.processor, "tokenizer", loaded.processor)
+    with common.messages().status("warming up") as status:
+        result = run(
+            loaded.model, inputs, chosen, max_new_tokens=max_new_tokens, repeats=repeats, ignore_eos=ignore_eos,
+            decode=lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
+            progress=lambda label, done, total: status.update(f"{escape(label)} ({done} of {total})"),
+        )  # fmt: skip
+    _print(result, question, expected)
+    _write(result, pictures, captions, question, expected, json, plot, kept_png)
+    if result.failures:
+        raise typer.Exit(common.EXIT_CODE)
+
+
+def _names(text: str, what: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names and what == "methods":
+        raise MethodError("--methods names no method")
+    return list(dict.fromkeys(names))
+
+
+def _candidates(names: list[str], budgets: list[str], assignments: list[str]) -> list[Candidate]:
+    from foveakv.budget import parse_budget
+    from foveakv.cli.settings import parse_assignments, parse_value
+    from foveakv.compare import candidates
+
+    grouped: dict[str, list[str]] = {}
+    for assignment in assignments:
+        name, dot, rest = assignment.partition(".")
+        if not dot or "=" in name:
+            raise MethodError(f"--set {assignment!r} is not of the form method.key=value")
+        grouped.setdefault(name, []).append(rest)
+    for budget in budgets:
+        parse_budget(budget)
+    values = [parse_value("budget", float | int | str, budget) for budget in budgets]
+    return candidates(names, values, {name: parse_assignments(name, own) for name, own in grouped.items()})
+
+
+def _print(result: Comparison, question: str, expected: str | None) -> None:
+    out = common.output()
+    out.print(f"[bold]question[/bold]  {escape(question)}", highlight=False)
+    if expected is not None:
+        out.print(f"[bold]expected[/bold]  {escape(expected)}", highlight=False)
+    out.print(result.table())
+    for row in result.rows:
+        for note in row.notes:
+            out.print(f"* {escape(f'{row.label}: {note}')}", highlight=False)
+    for row in result.failures:
+        out.print(
+            f"[bold red]failed:[/bold red] {escape(f'{row.label}: {row.error}')}", highlight=False, soft_wrap=True
+        )
+
+
+def _write(
+    result: Comparison,
+    pictures: Sequence[Any],
+    captions: Sequence[str],
+    question: str,
+    expected: str | None,
+    json: Path | None,
+    plot: Path | None,
+    kept_png: Path | None,
+) -> None:
+    if json is not None:
+        common.write_json(json, {"question": question, "expected": expected, **result.to_dict()})
+    if plot is not None:
+        from foveakv.viz import draw_comparison
+
+        with common.replacing(plot) as temporary:
+            draw_comparison(temporary, result)
+    if kept_png is not None:
+        from foveakv.viz import draw_kept
+
+        title = question if expected is None else f"{question}   expected: {expected}"
+        with common.replacing(kept_png) as temporary:
+            draw_kept(temporary, pictures, result, captions=captions, title=title)
+    for path in (json, plot, kept_png):
+        if path is not None:
+            common.messages().print(f"wrote {path}", highlight=False)

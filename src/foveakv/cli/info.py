@@ -1,0 +1,109 @@
+"""`foveakv methods`, `foveakv models`, `foveakv doctor`: what there is, and whether this machine is ready for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from foveakv.cli import common
+
+if TYPE_CHECKING:
+    from foveakv.families import Family
+
+
+@common.friendly
+def methods() -> None:
+    """List the methods, what each keeps, and its settings with their defaults."""
+    from foveakv.methods import available, find
+
+    table = Table(show_lines=True)
+    table.add_column("method", no_wrap=True)
+    table.add_column("what it keeps", ratio=2)
+    table.add_column("settings (default)", ratio=3)
+    for name in available():
+        cls = find(name)
+        settings = ", ".join(f"{f.name} ({_default(f)})" for f in dataclasses.fields(cls) if f.init)
+        table.add_row(name, summary(cls), settings or "none")
+    common.output().print(table, markup=False)
+
+
+def summary(cls: type) -> str:
+    """The first paragraph of a class's docstring, on one line."""
+    return " ".join((cls.__doc__ or "").strip().split("\n\n")[0].split())
+
+
+def _default(setting: dataclasses.Field[Any]) -> str:
+    if setting.default is not dataclasses.MISSING:
+        return str(setting.default)
+    if setting.default_factory is not dataclasses.MISSING:
+        return str(setting.default_factory())
+    return "must be given"
+
+
+@common.friendly
+def models() -> None:
+    """List the model families that are tested, and those that cannot be compressed, with the reason."""
+    common.quiet_transformers()
+    from foveakv.families import FAMILIES
+
+    table = Table()
+    for title in ("model type", "family", "status"):
+        table.add_column(title, overflow="fold")
+    table.add_row("demo", "the embedded model (a small LLaVA)", "tested")
+    for family in FAMILIES:
+        table.add_row(family.model_type, family.title, family_status(family))
+    common.output().print(table)
+
+
+def family_status(family: Family) -> str:
+    if family.reason:
+        return f"not supported: {family.reason}"
+    return f"tested; {family.note}" if family.note else "tested"
+
+
+@common.friendly
+def doctor() -> None:
+    """Show versions, device, kernels and optional packages, and what to do about what is missing."""
+    common.quiet_transformers()
+    import torch
+
+    from foveakv import environment
+    from foveakv.kernels import BACKENDS
+
+    found = environment.describe()
+    table = Table(show_header=False)
+    for name, version in found["versions"].items():
+        table.add_row(name, version or f"not installed{_remedy(name)}")
+    table.add_row("cpu", f"{found['cpu']}, {found['threads']} threads")
+    table.add_row("accelerator", found["accelerator"] or "none; models run on the CPU")
+    table.add_row("decode kernels", ", ".join(BACKENDS))
+    table.add_row("decode attention", _self_test(torch))
+    common.output().print(table, markup=False, highlight=False)
+
+
+def _remedy(name: str) -> str:
+    if name == "torchvision":
+        return " (not needed; image processors then use Pillow, and video processors are unavailable)"
+    if name in ("onnx", "gguf", "matplotlib"):
+        return " (needed for the embedded model and plots: pip install 'foveakv[demo]')"
+    return ""
+
+
+def _self_test(torch: Any) -> str:
+    """Every kernel once on a ragged cache, against the reference."""
+    from foveakv.kernels import BACKENDS, decode_attention
+    from foveakv.memory.segments import Segments
+
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(1, 2, 64, 16, generator=generator) for _ in range(2))
+    query = torch.randn(1, 4, 1, 16, generator=generator)
+    keep = torch.rand(1, 2, 64, generator=generator) < 0.5
+    runs = Segments.from_dense(keys, values, keep, torch.arange(64)[None]).runs
+    reference, _ = decode_attention(query, runs, 0.25, backend="reference")
+    results = []
+    for name in BACKENDS:
+        error = float((decode_attention(query, runs, 0.25, backend=name)[0] - reference).abs().max())
+        results.append(f"{name} {'ok' if error < 1e-4 else f'WRONG by {error:.1e}'}")
+    return ", ".join(results)

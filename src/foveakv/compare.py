@@ -1,0 +1,398 @@
+"""One prompt, several methods: how far each answer and each cost is from the full cache's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from statistics import median
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from foveakv import compat, environment
+from foveakv.errors import FoveaKVError, InputError, MethodError
+from foveakv.methods import Method, find, get
+from foveakv.methods.full import Full
+from foveakv.session import compress
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from foveakv.cache import CompressedCache
+    from foveakv.prompt import PromptMap
+
+BASELINE = "transformers"
+"""Label of the row that everything is compared with: the plain model with transformers' own cache and attention."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A method with its settings, and the label it goes by in tables."""
+
+    label: str
+    method: Method
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run of the prompt. Agreements are None in the baseline's row and where `error` says why there is no answer.
+
+    tokens: the generated ids. prefix_agreement: share of leading tokens equal to the baseline's. equal_tokens: share of
+    positions with the same token. stored_bytes: storage at the end of the answer, on the compute device; full_bytes: a
+    plain cache's for the same tokens. prefill_seconds, token_seconds: one forward pass, medians. kept: for every prompt
+    column the share of (layer, head) pairs that still hold it (None: not recorded).
+    """
+
+    label: str
+    settings: dict[str, Any]
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    prefix_agreement: float | None = None
+    equal_tokens: float | None = None
+    stored_bytes: int = 0
+    full_bytes: int = 0
+    peak_bytes: int = 0
+    host_bytes: int = 0
+    evicted: int = 0
+    retrieved: int = 0
+    prefill_seconds: float = 0.0
+    token_seconds: float | None = None
+    notes: tuple[str, ...] = ()
+    error: str | None = None
+    report: dict[str, Any] | None = field(default=None, repr=False)
+    kept: tuple[float, ...] | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The rows, baseline first, and what is needed to repeat them. `prompt` says which columns are pictures."""
+
+    rows: tuple[Row, ...]
+    max_new_tokens: int
+    repeats: int
+    prompt_tokens: int
+    visual_tokens: int
+    environment: dict[str, Any]
+    prompt: PromptMap | None = field(default=None, repr=False)
+
+    @property
+    def baseline(self) -> Row:
+        return self.rows[0]
+
+    @property
+    def failures(self) -> list[Row]:
+        return [row for row in self.rows if row.error is not None]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; the kept shares are left out."""
+        rows = [{f.name: getattr(row, f.name) for f in fields(row) if f.name != "kept"} for row in self.rows]
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            "repeats": self.repeats,
+            "prompt_tokens": self.prompt_tokens,
+            "visual_tokens": self.visual_tokens,
+            "environment": self.environment,
+            "rows": [{**row, "tokens": list(row["tokens"]), "notes": list(row["notes"])} for row in rows],
+        }
+
+    def table(self) -> Table:
+        """One line per row, as a rich table."""
+        return _table(self)
+
+
+def candidates(
+    names: Sequence[str],
+    budgets: Sequence[float | int | str] = (),
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+) -> list[Candidate]:
+    """Every named method at every budget; a method without a `budget` field is there once.
+
+    Args:
+        names: names of methods, in the order of the rows.
+        budgets: as for `foveakv.budget.parse_budget`; without any, each method's own default.
+        options: further settings per method name.
+    """
+    options = {name: dict(settings) for name, settings in (options or {}).items()}
+    for name in options:
+        if name not in names:
+            raise MethodError(f"there are settings for {name!r}, which is not among the methods: {', '.join(names)}")
+    made: list[Candidate] = []
+    for name in names:
+        takes_budget = "budget" in {f.name for f in fields(find(name))}
+        own = options.get(name, {})
+        for budget in budgets if takes_budget and budgets and "budget" not in own else [None]:
+            settings = own if budget is None else {**own, "budget": budget}
+            label = name if budget is None else f"{name} {budget}"
+            made.append(Candidate(label, get(name, **settings)))
+    if not made:
+        raise MethodError("no method to compare; name at least one")
+    return made
+
+
+def compare(
+    model: Any,
+    inputs: Mapping[str, Any],
+    methods: Sequence[Candidate | Method],
+    *,
+    max_new_tokens: int = 32,
+    repeats: int = 1,
+    ignore_eos: bool = False,
+    decode: Callable[[Sequence[int]], str] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+    backend: str = "auto",
+) -> Comparison:
+    """Runs one prompt with transformers' own cache and then with every method, greedily.
+
+    Args:
+        model: a model that `foveakv.compress` takes.
+        inputs: the inputs of `generate` for one sequence, e.g. from `foveakv.inputs.build_inputs`.
+        methods: candidates or plain methods; the baseline is added by itself.
+        max_new_tokens: the longest answer.
+        repeats: runs per row; times are medians.
+        ignore_eos: generate all `max_new_tokens`, so that every row decodes equally long.
+        decode: ids -> text, for the answers.
+        progress: called with (label, rows done, rows in all) before every row.
+        backend: decode kernel, see `foveakv.compress`.
+
+    A method that fails with one of FoveaKV's errors gets a row with that error; the others run on.
+    """
+    ids = inputs.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or len(ids) != 1:
+        raise InputError("compare takes one prompt: input_ids of shape [1, tokens]")
+    if repeats < 1 or max_new_tokens < 1:
+        raise InputError(f"repeats ({repeats}) and max_new_tokens ({max_new_tokens}) must be at least 1")
+    chosen = [item if isinstance(item, Candidate) else Candidate(item.name, item) for item in methods]
+    limits = {"max_new_tokens": max_new_tokens, "do_sample": False, "num_beams": 1}
+    if ignore_eos:
+        limits["min_new_tokens"] = max_new_tokens
+    run = _Runner(model, inputs, limits, decode or (lambda tokens: ""), backend)
+    total, rows, prompt = len(chosen) + 1, [], None
+    if progress:
+        progress("warm-up", 0, total)
+    run.warm_up()
+    if progress:
+        progress(BASELINE, 0, total)
+    rows.append(_median_row([run.plain() for _ in range(repeats)]))
+    for done, candidate in enumerate(chosen, start=1):
+        if progress:
+            progress(candidate.label, done, total)
+        try:
+            row = _median_row([run.compressed(candidate) for _ in range(repeats)])
+        except FoveaKVError as error:
+            settings = candidate.method.describe()
+            rows.append(Row(candidate.label, settings, error=f"{type(error).__name__}: {error}"))
+            continue
+        prefix, equal = agreement(rows[0].tokens, row.tokens)
+        rows.append(replace(row, prefix_agreement=prefix, equal_tokens=equal))
+        prompt = run.prompt
+    return Comparison(
+        rows=tuple(rows),
+        max_new_tokens=max_new_tokens,
+        repeats=repeats,
+        prompt_tokens=int(ids.shape[1]),
+        visual_tokens=0 if prompt is None else int(prompt.visual.sum()),
+        environment=environment.describe(model),
+        prompt=prompt,
+    )
+
+
+def agreement(reference: Sequence[int], answer: Sequence[int]) -> tuple[float, float]:
+    """Share of leading tokens that are equal, and share of positions that are equal, of the longer of the two."""
+    length = max(len(reference), len(answer))
+    if length == 0:
+        return 1.0, 1.0
+    same = [a == b for a, b in zip(reference, answer, strict=False)]
+    prefix = same.index(False) if False in same else len(same)
+    return prefix / length, sum(same) / length
+
+
+def kept_share(cache: CompressedCache, sequence: int = 0) -> Tensor:
+    """[C] float: for every prompt column, the share of (layer, KV head) pairs whose stored slots hold it now."""
+    columns = cache.prompt_columns
+    counts, heads = torch.zeros(columns + 1), 0
+    for layer in cache.compressed:
+        positions = cache.kept(layer.layer_idx)[sequence].cpu()  # [H, M]
+        heads += len(positions)
+        inside = (positions >= 0) & (positions < columns)
+        counts += torch.where(inside, positions, columns).flatten().bincount(minlength=columns + 1)
+    return counts[:columns] / max(heads, 1)
+
+
+def storage_nbytes(cache: Any) -> int:
+    """Bytes of a transformers cache's tensors, each storage counted once."""
+    tensors = [value for layer in cache.layers for value in vars(layer).values() if isinstance(value, Tensor)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+class StepClock:
+    """Times every forward pass of a model, from before the first hook to after the last; synchronises accelerators."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.seconds: list[float] = []
+
+    def __enter__(self) -> StepClock:
+        self._handles = [
+            self.model.register_forward_pre_hook(self._start, prepend=True),
+            self.model.register_forward_hook(self._stop),
+        ]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def prefill_seconds(self) -> float:
+        return self.seconds[0] if self.seconds else 0.0
+
+    @property
+    def token_seconds(self) -> float | None:
+        return median(self.seconds[1:]) if len(self.seconds) > 1 else None
+
+    def _now(self) -> float:
+        if self.model.device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+    def _start(self, *unused: Any) -> None:
+        self._started = self._now()
+
+    def _stop(self, *unused: Any) -> None:
+        self.seconds.append(self._now() - self._started)
+
+
+class _Runner:
+    """Runs the prompt once, with or without a method, and measures it."""
+
+    def __init__(
+        self,
+        model: Any,
+        inputs: Mapping[str, Any],
+        limits: dict[str, Any],
+        decode: Callable[[Sequence[int]], str],
+        backend: str,
+    ) -> None:
+        self.model, self.inputs, self.limits = model, dict(inputs), limits
+        self.decode, self.backend = decode, backend
+        self.columns = self.inputs["input_ids"].shape[1]
+        self.prompt: PromptMap | None = None
+
+    def warm_up(self) -> None:
+        """Two tokens on both paths, so that no row pays for first-time work."""
+        short = {"max_new_tokens": 2, "do_sample": False, "num_beams": 1}
+        self.model.generate(**self.inputs, **short)
+        with compress(self.model, Full(), backend=self.backend):
+            self.model.generate(**self.inputs, **short)
+
+    def plain(self) -> Row:
+        cache = compat.DynamicCache(config=compat.text_config_of(self.model))
+        tokens, clock = self._generate(**{compat.cache_argument(self.model): cache})
+        stored = storage_nbytes(cache)
+        return Row(
+            label=BASELINE,
+            settings={"method": BASELINE},
+            text=self.decode(tokens),
+            tokens=tokens,
+            stored_bytes=stored,
+            full_bytes=stored,
+            peak_bytes=stored,
+            prefill_seconds=clock.prefill_seconds,
+            token_seconds=clock.token_seconds,
+        )
+
+    def compressed(self, candidate: Candidate) -> Row:
+        with compress(self.model, candidate.method, backend=self.backend) as session:
+            tokens, clock = self._generate()
+            report = session.report
+            self.prompt = session.cache.full_prompt.to("cpu")
+            return Row(
+                label=candidate.label,
+                settings=report.settings,
+                text=self.decode(tokens),
+                tokens=tokens,
+                stored_bytes=report.stored_bytes,
+                full_bytes=report.full_bytes,
+                peak_bytes=report.peak_bytes,
+                host_bytes=report.host_bytes,
+                evicted=report.evicted,
+                retrieved=report.retrieved,
+                prefill_seconds=clock.prefill_seconds,
+                token_seconds=clock.token_seconds,
+                notes=tuple(report.notes),
+                report=report.to_dict(),
+                kept=tuple(kept_share(session.cache).tolist()),
+            )
+
+    def _generate(self, **extra: Any) -> tuple[tuple[int, ...], StepClock]:
+        with StepClock(self.model) as clock:
+            sequences = self.model.generate(**self.inputs, **self.limits, **extra)
+        return tuple(sequences[0, self.columns :].tolist()), clock
+
+
+def _median_row(rows: Sequence[Row]) -> Row:
+    """The last run's row with the medians of all runs' times."""
+    per_token = [row.token_seconds for row in rows if row.token_seconds is not None]
+    return replace(
+        rows[-1],
+        prefill_seconds=median(row.prefill_seconds for row in rows),
+        token_seconds=median(per_token) if per_token else None,
+    )
+
+
+def _table(result: Comparison) -> Table:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    base = result.baseline
+    table = Table(
+        title=f"{result.prompt_tokens:,} prompt tokens, {result.visual_tokens:,} of them visual; "
+        f"up to {result.max_new_tokens} new tokens",
+        title_justify="left",
+        caption="same: leading tokens equal to transformers'. Percent: of a full cache's bytes, of transformers' times.",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1),
+    )
+    table.add_column("method", no_wrap=True)
+    table.add_column("answer", overflow="ellipsis", no_wrap=True, max_width=32)
+    for title in ("same", "stored", "prefill", "per token"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in result.rows:
+        label = row.label + (" *" if row.notes else "")
+        if row.error is not None:
+            table.add_row(label, "[red]failed[/red]", "", "", "", "")
+            continue
+        stored = f"{size_text(row.stored_bytes)} {_ratio(row.stored_bytes, row.full_bytes)}"
+        if row.host_bytes:
+            stored += f"\n+ {size_text(row.host_bytes)} on the host"
+        table.add_row(
+            label,
+            escape(" ".join(row.text.split())),
+            "" if row.prefix_agreement is None else f"{row.prefix_agreement:.0%}",
+            stored,
+            f"{row.prefill_seconds:.2f} s {_ratio(row.prefill_seconds, base.prefill_seconds)}",
+            "-"
+            if row.token_seconds is None
+            else f"{row.token_seconds * 1e3:.1f} ms {_ratio(row.token_seconds, base.token_seconds)}",
+        )
+    return table
+
+
+def _ratio(value: float, reference: float | None) -> str:
+    return f"{value / reference:4.0%}" if reference else ""
+
+
+def size_text(size: float) -> str:
+    """12.3 MB and the like, powers of ten."""
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.2f} GB"

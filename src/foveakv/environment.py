@@ -1,0 +1,61 @@
+"""Where a result was made: versions, device, threads, attention. Goes into every result file and `foveakv doctor`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from typing import Any
+
+PACKAGES = ("torch", "transformers", "numpy", "pillow", "torchvision", "onnx", "gguf", "matplotlib")
+
+
+def versions() -> dict[str, str | None]:
+    """Python's and our packages' versions; None for a package that is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for name in ("foveakv", *PACKAGES):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    if found["foveakv"] is None:
+        from foveakv import __version__
+
+        found["foveakv"] = __version__
+    return found
+
+
+def processor_name() -> str:
+    """The CPU's name, as far as the system tells it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf8") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def describe(model: Any = None, *, seed: int | None = None) -> dict[str, Any]:
+    """Plain values that a reader needs to repeat a measurement."""
+    import torch
+
+    found: dict[str, Any] = {
+        "versions": versions(),
+        "platform": platform.platform(),
+        "cpu": processor_name(),
+        "threads": torch.get_num_threads(),
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "seed": seed,
+    }
+    if model is not None:
+        found["model"] = {
+            "class": type(model).__name__,
+            "name": getattr(model.config, "_name_or_path", "") or None,
+            "revision": getattr(model.config, "_commit_hash", None),
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "device": str(model.device),
+            "attention": getattr(model.config, "_attn_implementation", None),
+        }
+    return found
