@@ -28,13 +28,13 @@ _HOME = {
     "FoveaKVError": "foveakv.errors",
 }
 __all__ = [
+    "H2O",
     "HAE",
     "AdaKV",
     "CompressedCache",
     "FastV",
     "FoveaKVError",
     "Full",
-    "H2O",
     "HybridKV",
     "Method",
     "Random",

@@ -88,8 +88,8 @@ class CompressedLayer(compat.CacheLayerMixin):
         new = self.cache.forward_tokens
         if new is None:
             raise CacheInUseError(
-                "a compressed cache was used outside its model's forward pass: inside `with foveakv.compress(model, ...)`, "
-                "or with a cache from `foveakv.cache_for(model, ...)`, call that very model (no submodule, no other one)"
+                "a compressed cache was used outside its model's forward pass: call that very model (no submodule, no "
+                "other one), inside `with foveakv.compress(model, ...)` or with a cache from `foveakv.cache_for(...)`"
             )
         if self.segments is not None and len(key_states) != self.segments.batch:
             raise CacheInUseError(f"this cache holds {self.segments.batch} sequences and got {len(key_states)}")

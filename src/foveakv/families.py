@@ -41,8 +41,8 @@ FAMILIES: tuple[Family, ...] = (
         "paligemma", "PaliGemma",
         reason="it builds its attention mask as a tensor before the text decoder sees it, which fits no stored slots",
     ),
-    Family("gemma4", "Gemma 4", reason="its last layers reuse earlier layers' KV and slice the attention mask as a tensor"),
-    Family("mllama", "Llama 3.2 Vision", reason="its images live in cross-attention layers, apart from the prompt's tokens"),
+    Family("gemma4", "Gemma 4", reason="its last layers reuse earlier layers' KV and slice the mask as a tensor"),
+    Family("mllama", "Llama 3.2 Vision", reason="its images live in cross-attention layers, not in the prompt"),
     Family("llama4", "Llama 4", reason="its generate() fails in transformers 5.24 itself, so nothing can be verified"),
 )  # fmt: skip
 _BY_TYPE = {family.model_type: family for family in FAMILIES}

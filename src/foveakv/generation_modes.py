@@ -36,8 +36,8 @@ def check_generate(model: Any, method: Method, args: tuple[Any, ...], kwargs: di
     assisted = kwargs.get("assistant_model") is not None or _setting(model, kwargs, "prompt_lookup_num_tokens")
     if assisted and method.evicts_while_decoding:
         raise UnsupportedModeError(
-            f"{method.name} evicts while decoding, so rejected draft tokens cannot be taken back; use a method that evicts "
-            "at prefill only (snapkv, adakv, hybridkv), or generate without an assistant"
+            f"{method.name} evicts while decoding, so rejected draft tokens cannot be taken back; use a method that "
+            "evicts at prefill only (snapkv, adakv, hybridkv), or generate without an assistant"
         )
 
 

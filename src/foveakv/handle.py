@@ -37,6 +37,6 @@ class KVHandle:
 def _refuse() -> NoReturn:
     raise CacheInUseError(
         "a compressed cache met an attention function that is not FoveaKV's: use it inside the block "
-        "`with foveakv.compress(...)` it came from, or make it with `foveakv.cache_for(model, method)` and leave the model's "
-        "attention implementation alone"
+        "`with foveakv.compress(...)` it came from, or make it with `foveakv.cache_for(model, method)` and leave the "
+        "model's attention implementation alone"
     )

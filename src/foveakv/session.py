@@ -290,8 +290,8 @@ class Session:
             )
         if cache is not None and not (type(cache) is compat.DynamicCache and cache.get_seq_length() == 0):
             raise UnsupportedModeError(
-                f"{self.method.name} cannot take over a {type(cache).__name__} that is filled or of another kind; leave "
-                "past_key_values out, or pass a cache from this session"
+                f"{self.method.name} cannot take over a {type(cache).__name__} that is filled or of another kind; "
+                "leave past_key_values out, or pass a cache from this session"
             )
         self._cache = _new_cache(self.model, self.method, self.backend, self._trace)
         return self._cache

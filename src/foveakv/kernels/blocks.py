@@ -311,12 +311,13 @@ def _cut(runs: Runs, tile: int) -> list[_Pieces]:
         low, high = int(number[0]), int(number[-1]) + 1
         used = number - low
         owners = torch.zeros(high - low, dtype=torch.int64).index_copy_(0, used, owner)
-        slots = (torch.arange(low, high) * tile - start[owners])[:, None] + torch.arange(tile)
+        origin = torch.arange(low, high) * tile - start[owners]  # the slot in a tile's first row
+        slots = origin.to(device)[:, None] + torch.arange(tile, device=device)
         rows = slice(low * tile, high * tile)
         parts.append(
             _Pieces(
                 owners.to(device),
-                slots.clamp_(0, runs.max_length - 1).to(device),
+                slots.clamp_(0, runs.max_length - 1),
                 runs.keys[rows].view(high - low, tile, -1),
                 runs.values[rows].view(high - low, tile, -1),
                 None,
@@ -324,18 +325,19 @@ def _cut(runs: Runs, tile: int) -> list[_Pieces]:
             )
         )
     if width:
-        column = torch.arange(width)
-        stored = column < rest[:, None]
-        slots = column + torch.where(column < head[:, None], 0, covered[:, None])
-        slots = torch.minimum(slots, (length[:, None] - 1).clamp_(min=0))  # padding repeats a stored slot, see _padded
-        index = (slots + start[:, None]).clamp_(max=runs.keys.shape[0] - 1).view(-1).to(device)
+        numbers = torch.stack([head, rest, covered, length, start]).to(device)  # one transfer
+        head, rest, covered, length, start = numbers[:, :, None].unbind(0)
+        column = torch.arange(width, device=device)
+        slots = column + torch.where(column < head, 0, covered)
+        slots = torch.minimum(slots, (length - 1).clamp_(min=0))  # padding repeats a stored slot, see _padded
+        index = (slots + start).clamp_(max=runs.keys.shape[0] - 1).view(-1)
         parts.append(
             _Pieces(
                 torch.arange(runs.start.shape[0], device=device),
-                slots.to(device),
+                slots,
                 runs.keys.index_select(0, index).view(-1, width, runs.keys.shape[1]),
                 runs.values.index_select(0, index).view(-1, width, runs.values.shape[1]),
-                stored[:, None].to(device),
+                (column < rest)[:, None],
                 None,
             )
         )
