@@ -1,0 +1,270 @@
+"""Eviction while decoding with a recycle bin: HAE's DDES (arXiv 2602.02197), and H2O as a bin of one token.
+
+Notation: B sequences, H KV heads, M the longest run, C prompt columns, l the steady size, D the bin's capacity.
+
+Every stored slot carries its cumulative attention, Eq. 5: the sum of the attention it got from every query since it
+entered. Slots beyond l are marked, one per step, and stay stored and attended to; when D are marked, D leave at once.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from foveakv import scores
+from foveakv.budget import Budget, Geometry
+from foveakv.errors import MethodError
+from foveakv.methods.base import DecodeView, PrefillView, keep_top
+
+if TYPE_CHECKING:
+    from foveakv.cache import CompressedCache
+
+# Per-slot fields: cumulative attention, in the bin or not, steps among the most attended, steps since entry.
+SCORE, MARKED, USES, AGE = "score", "marked", "uses", "age"
+MOST_ATTENDED = 0.1  # share of the slots that counts as "used" in a step; not stated in the paper
+
+
+def steady_size(budget: Budget, geometry: Geometry) -> Tensor:
+    """Tokens per head and sequence that decoding settles at: LongTensor [B] on the CPU, at least 1.
+
+    Unlike a prompt's budget it may be larger than the prompt: tokens are taken as they are, and bytes that the prompts
+    leave over are shared equally. A ratio is one of the prompt.
+    """
+    if budget.kind == "tokens":
+        return torch.full((geometry.batch,), int(budget.value), dtype=torch.long)
+    tokens = budget.tokens(geometry)
+    if budget.kind == "bytes":
+        contexts = torch.as_tensor(geometry.contexts, dtype=torch.long)
+        spare = int(budget.value) // geometry.token_bytes - int(contexts.sum())
+        if spare > 0:
+            tokens = contexts + spare // geometry.batch
+    return tokens.clamp_min(1)
+
+
+def prompt_scores(view: PrefillView, rows: Literal["all"] | int) -> Tensor:
+    """Attention that every prompt column got from the prompt's queries, summed over the query group: [B, H, C].
+
+    Whether the prompt's queries count in Eq. 5 is not stated in the paper; we count them. `rows="all"` is exact. With
+    a number (ours), a quarter of the rows are the last ones and the others, evenly spaced, stand for all earlier ones.
+    """
+    real = view.prompt.real
+    lengths = real.sum(-1)
+    order = (~real).to(torch.int8).argsort(dim=-1, stable=True)  # real columns first, in order
+    width = int(lengths.max())
+    if rows == "all" or rows >= width:
+        return _sums(view, order[:, :width], torch.arange(width, device=real.device) < lengths[:, None])
+    last = max(rows // 4, 1)
+    early = rows - last
+    # Rows of one sequence, by number: `early` of the first T - last, then the last ones.
+    before = (lengths - last).clamp_min(0)[:, None]
+    steps = torch.arange(early, device=real.device)
+    spread = (steps * before) // max(early, 1)  # distinct while before >= early, else some repeat
+    distinct = torch.cat([torch.ones_like(before, dtype=torch.bool), spread[:, 1:] != spread[:, :-1]], -1)[:, :early]
+    distinct = distinct & (spread < before)
+    tail = lengths[:, None] - 1 - torch.arange(last, device=real.device)
+    sums = _sums(view, order.gather(1, tail.clamp_min(0)), tail >= 0)
+    if early == 0:
+        return sums
+    weight = before / distinct.sum(-1, keepdim=True).clamp_min(1)
+    return sums + weight[:, :, None] * _sums(view, order.gather(1, spread), distinct)
+
+
+def _sums(view: PrefillView, rows: Tensor, valid: Tensor) -> Tensor:
+    return scores.column_sums(view.query, view.keys, rows, valid, view.scaling, view.visible)
+
+
+@dataclass(frozen=True)
+class RecycleBin:
+    """The rules; what they act on lives in the layer (`state`, and one value per slot in its segments).
+
+    size: D. mode: "rerank" ranks all candidates at the flush (Eq. 4), "mark" flushes what was marked (Fig. 1).
+    restore: in mode "mark", a marked token leaves the bin when its score is above the lowest unmarked one's.
+    score: "attention" (Eq. 5) or "frequency+importance", the mean of two ranks with weight `frequency_weight`.
+    per_head: every KV head ranks for itself; otherwise scores are summed over heads, and all heads drop the same.
+    sink: so many of the oldest tokens are never candidates.
+    """
+
+    size: int = 1
+    mode: str = "rerank"
+    restore: bool = True
+    score: str = "attention"
+    frequency_weight: float = 0.5
+    per_head: bool = False
+    sink: int = 0
+
+    def validate(self, name: str) -> None:
+        if self.size < 1:
+            raise MethodError(f"{name}: recycle_bin_size is {self.size}; it needs at least 1 (1 evicts in every step)")
+        if self.mode not in ("rerank", "mark"):
+            raise MethodError(f"{name}: mode is {self.mode!r}; choose 'rerank' or 'mark'")
+        if self.score not in ("attention", "frequency+importance"):
+            raise MethodError(f"{name}: score is {self.score!r}; choose 'attention' or 'frequency+importance'")
+        if not 0 <= self.frequency_weight <= 1:
+            raise MethodError(f"{name}: frequency_weight is {self.frequency_weight}; it must lie between 0 and 1")
+        if self.sink < 0:
+            raise MethodError(f"{name}: sink is {self.sink}; it must be 0 or more")
+
+    # ---- the prompt
+
+    def shrink(self, sums: Tensor, keep: Tensor, steady: Tensor, recent: Tensor) -> Tensor:
+        """Brings a prompt down to the steady size by its prefill scores.
+
+        Args:
+            sums: [B, H, C], see `prompt_scores`; keep: bool [B, H, C], what may stay; steady, recent: LongTensor [B].
+
+        Returns:
+            bool [B, H, C], a subset of `keep` with at most `steady[b]` columns per head.
+        """
+        rank = sums if self.per_head else sums.sum(1, keepdim=True).expand_as(sums)
+        place = keep.cumsum(-1)
+        total = place[..., -1:]
+        safe = (place <= self.sink) | (place > total - recent.to(keep.device)[:, None, None])
+        rank = rank.masked_fill(safe, torch.inf).masked_fill(~keep, -torch.inf)
+        return keep_top(rank, steady.to(keep.device)[:, None])
+
+    def note(self, state: dict[str, Any], sums: Tensor, keep: Tensor, steady: Tensor, recent: Tensor) -> None:
+        """Leaves in the layer's state what `open` needs: sums [B, H, C] of the columns that `keep` [B, H, C] marks."""
+        length = int(keep.sum(-1).max())
+        order = (~keep).to(torch.int8).argsort(dim=-1, stable=True)[..., :length]
+        state["prompt_scores"] = sums.gather(-1, order)
+        # [B] on the host, where the lengths are that decoding compares them with.
+        state["steady"], state["recent"] = steady.cpu().clone(), recent.cpu().clone()
+        state["marked"] = torch.zeros_like(state["steady"])
+
+    def open(self, cache: CompressedCache) -> None:
+        """Gives every layer's slots their fields, once the prompt is stored."""
+        for layer in cache.compressed:
+            segments = layer.segments
+            if segments is None:
+                continue
+            prompt = layer.state.pop("prompt_scores")
+            segments.add_field(SCORE, prompt, dtype=prompt.dtype)
+            if self.size > 1:
+                segments.add_field(MARKED, dtype=torch.bool)
+            if self.score != "attention":
+                segments.add_field(USES, dtype=torch.int32)
+                segments.add_field(AGE, dtype=torch.int32)
+
+    # ---- decoding
+
+    def step(self, view: DecodeView) -> Tensor | None:
+        """Adds this step's attention, Eq. 5, marks what is over the steady size, flushes a full bin.
+
+        After it, every sequence holds l <= tokens < l + D (fewer than l only until it has grown to l). A step of q
+        tokens flushes floor((tokens - l) / D) * D at once.
+
+        Returns:
+            bool [B, H, M] of the slots to keep, or None when nothing leaves.
+        """
+        segments, state, mass = view.segments, view.state, view.mass
+        if mass is None:
+            raise MethodError(f"{view.cache.method.name} needs the attention of each step: let needs_mass return True")
+        score = segments.field(SCORE).add_(mass)
+        segments.set_field(SCORE, score)
+        lengths = segments.lengths[:, 0]  # [B]: every head of a layer holds equally many
+        if self.score != "attention":
+            self._count_uses(view, mass)
+        over = (lengths - state["steady"]).clamp_min(0)
+        most = int(over.max())
+        if most == 0:
+            return None
+        evict = over // self.size * self.size
+
+        slots = torch.arange(segments.max_length, device=mass.device)
+        end = (lengths - state["recent"]).to(mass.device)[:, None, None]
+        candidate = (slots >= self.sink) & (slots < end)  # [B, 1, M]
+        order = (-self._values(view, score)).masked_fill(~candidate, -torch.inf)  # [B, H or 1, M], highest goes first
+
+        if self.size == 1:
+            victims = _first(order, evict)
+        else:
+            victims = self._use_bin(view, order, over, evict)
+            if int(evict.max()) == 0:
+                return None
+        view.count(flushes=int((evict // self.size).sum()))
+        return ~victims.expand_as(mass)
+
+    def _use_bin(self, view: DecodeView, order: Tensor, over: Tensor, evict: Tensor) -> Tensor:
+        """Marks up to `over` [B] tokens, and picks the `evict` [B] of them, or of all, that leave now."""
+        segments, state = view.segments, view.state
+        marked = segments.field(MARKED)[:, : order.shape[1]].to(torch.bool)
+        marked = marked | _first(order.masked_fill(marked, -torch.inf), over - state["marked"])
+        left = over - evict
+        flushing = (evict > 0).to(order.device)[:, None, None]
+        if int(evict.max()) == 0:
+            victims = torch.zeros_like(marked)
+        elif self.mode == "mark" and not self.restore:
+            victims = _first(order.masked_fill(~marked, -torch.inf), evict)
+            marked = marked & ~victims
+        else:
+            # A marked token above the lowest unmarked one gives its place in the bin to it, until none is: what then
+            # leaves is the lowest of all, so "mark" with restore=True and "rerank" drop the same tokens.
+            victims = _first(order, evict)
+            again = _first(order.masked_fill(victims, -torch.inf), left)
+            restored = marked & ~victims & ~again & flushing
+            heads = segments.heads if not self.per_head else 1
+            view.count(restored=int(restored.sum()) * heads)
+            marked = torch.where(flushing, again, marked)
+        state["marked"] = left
+        segments.set_field(MARKED, marked.expand(-1, segments.heads, -1))
+        return victims
+
+    def _count_uses(self, view: DecodeView, mass: Tensor) -> None:
+        segments = view.segments
+        valid = segments.valid()
+        pooled = mass if self.per_head else mass.sum(1, keepdim=True).expand_as(mass)
+        count = (segments.lengths * MOST_ATTENDED).ceil().to(torch.long).to(mass.device)
+        used = keep_top(pooled.masked_fill(~valid, -torch.inf), count)
+        segments.set_field(USES, segments.field(USES) + used)
+        segments.set_field(AGE, segments.field(AGE) + valid)
+
+    def _values(self, view: DecodeView, score: Tensor) -> Tensor:
+        """What tokens are ranked by, [B, H or 1, M]; the lowest goes first."""
+        value = score if self.per_head else score.sum(1, keepdim=True)
+        if self.score == "attention":
+            return value
+        segments, heads = view.segments, value.shape[1]
+        valid = segments.valid()[:, :heads]
+        frequency = segments.field(USES)[:, :heads] / segments.field(AGE)[:, :heads].clamp_min(1)
+        weight = self.frequency_weight
+        return weight * _rank(frequency.to(value.dtype), valid) + (1 - weight) * _rank(value, valid)
+
+
+def _rank(values: Tensor, valid: Tensor) -> Tensor:
+    """How many stored slots have a lower value: [B, H, M] in the values' dtype; equal values get equal ranks."""
+    values = values.masked_fill(~valid, torch.inf)
+    ordered = values.sort(dim=-1).values
+    return torch.searchsorted(ordered, values.contiguous()).to(values.dtype)
+
+
+def _first(order: Tensor, count: Tensor) -> Tensor:
+    """Marks the count[b] highest of order [B, H, M] in each run; ties go to the older slot; -inf is never marked."""
+    most = int(count.max())
+    if most <= 0:
+        return torch.zeros_like(order, dtype=torch.bool)
+    wanted = count.to(order.device)[:, None]
+    if most > 1:
+        return keep_top(order, wanted)
+    top, where = order.max(dim=-1, keepdim=True)
+    marks = torch.zeros_like(order, dtype=torch.bool)
+    return marks.scatter_(-1, where, (top > -torch.inf) & (wanted[..., None] > 0))
+
+
+def check_rows(name: str, rows: str | int) -> None:
+    """Validates an option `prefill_rows`."""
+    if rows != "all" and (isinstance(rows, (str, bool)) or rows < 1):
+        raise MethodError(f"{name}: prefill_rows is {rows!r}; use 'all' or a number of rows above 0")
+
+
+def check_room(name: str, steady: Tensor, protected: int, what: str) -> None:
+    """Raises where the protected tokens alone exceed the steady size of some sequence."""
+    smallest = math.inf if steady.numel() == 0 else int(steady.min())
+    if smallest < protected:
+        raise MethodError(
+            f"{name}: the budget gives a sequence {smallest} tokens per head, fewer than the {protected} that {what} "
+            "protects; raise the budget or lower them"
+        )

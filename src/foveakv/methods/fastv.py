@@ -1,0 +1,90 @@
+"""FastV: after two layers, keep the visual tokens that the last token looks at (Chen et al., arXiv 2403.06764)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from foveakv.errors import MethodError
+from foveakv.methods.base import Method, PrefillView, keep_top
+from foveakv.scores import attention_rows
+
+if TYPE_CHECKING:
+    from foveakv.cache import CompressedCache
+
+
+@dataclass
+class FastV(Method):
+    """The first `layer` layers keep everything; all later ones lose the `ratio` least attended visual tokens.
+
+    A token's score is the attention that the prompt's last token pays to it in the `layer`-th layer, averaged over
+    heads (Sec. 4). Layers are counted from 1 among those with a compressed cache, so with layer=2 the second layer
+    scores and the third is the first that drops. The authors' code does the same: it prunes in front of layer index K,
+    counted from 0, by the attention of index K - 1.
+
+    Args:
+        layer: K.
+        ratio: R, the share of each sequence's visual tokens that go, rounded down.
+        drop_hidden_states: pruned tokens also leave the residual stream (as in the paper's inference without a cache);
+            False drops them from the later layers' caches only.
+    """
+
+    layer: int = 2
+    ratio: float = 0.5
+    drop_hidden_states: bool = False
+
+    name: ClassVar[str] = "fastv"
+    visual_only: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.layer < 1:
+            raise MethodError(f"fastv: layer is {self.layer}; layers are counted from 1")
+        if not 0 < self.ratio <= 1:
+            raise MethodError(f"fastv: ratio is {self.ratio}; it is the share of visual tokens to drop, in (0, 1]")
+
+    @property
+    def drop_hidden_after(self) -> int | None:
+        return self.layer - 1 if self.drop_hidden_states else None
+
+    def needs_queries(self, ordinal: int) -> bool:
+        return ordinal == self.layer - 1
+
+    def begin(self, cache: CompressedCache) -> None:
+        layers = len(cache.compressed)
+        if self.layer >= layers:
+            raise MethodError(
+                f"fastv: layer={self.layer} leaves no later layer to prune; this model compresses {layers}"
+            )
+
+    def prefill(self, view: PrefillView) -> Tensor | None:
+        scoring = self.layer - 1
+        if view.ordinal < scoring:
+            return None
+        if view.ordinal == scoring:
+            keep = self._choose(view)
+            view.cache.state["fastv_keep"] = keep
+            if self.drop_hidden_states and not bool(keep.all()):
+                view.cache.drop_hidden(keep)
+            return None
+        if view.cache.dropped is not None:
+            return None  # pruned tokens never came here
+        return view.cache.state["fastv_keep"][:, None]
+
+    def after_prefill(self, cache: CompressedCache) -> None:
+        cache.state.pop("fastv_keep", None)
+
+    def _choose(self, view: PrefillView) -> Tensor:
+        """The columns that stay in later layers: bool [B, C]."""
+        prompt = view.prompt
+        columns = torch.arange(prompt.columns, device=view.keys.device)
+        last = torch.where(prompt.real, columns, 0).amax(-1, keepdim=True)  # [B, 1]
+        rows = attention_rows(view.query, view.keys, last, view.scaling, view.visible)  # [B, H, G, 1, C]
+        score = rows.mean(dim=(1, 2))[:, 0]
+        counts = prompt.visual.sum(-1)
+        dropped = torch.tensor([math.floor(self.ratio * n + 1e-9) for n in counts.tolist()], device=counts.device)
+        kept = keep_top(score.masked_fill(~prompt.visual, -torch.inf), counts - dropped)
+        return prompt.real & (kept | ~prompt.visual)

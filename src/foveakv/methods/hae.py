@@ -1,0 +1,268 @@
+"""HAE: Hierarchical Adaptive Eviction (arXiv 2602.02197).
+
+At the prompt, DAP (dual-attention pruning) drops visual tokens by what the first layer's text tokens look at; while
+decoding, DDES (dynamic decoding eviction strategy, `ddes.py`) drops text and visual tokens through a recycle bin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from foveakv import scores
+from foveakv.budget import parse_budget
+from foveakv.errors import MethodError, NoVisualTokensError
+from foveakv.methods.base import DecodeView, Method, PrefillView, keep_top
+from foveakv.methods.ddes import RecycleBin, check_room, check_rows, prompt_scores, steady_size
+
+if TYPE_CHECKING:
+    from foveakv.cache import CompressedCache
+
+R, RELATIVE_R, ALPHA = 0.0012, 0.7, 0.001
+# Values that the paper gives for its models.
+PRESETS: dict[str, dict[str, Any]] = {
+    "llava-1.5": {"r": 0.0012, "alpha": 0.001, "recycle_bin_size": 64},
+    "phi-3.5-vision": {"r": 0.0015, "alpha": 0.0015, "recycle_bin_size": 56},
+    "phi-3.5-vision-story": {"r": 0.0005, "alpha": 0.0005, "recycle_bin_size": 128, "budget": 1024},
+}
+
+
+@dataclass
+class HAE(Method):
+    """Prune visual tokens once, by the first layer's text attention; then evict in flushes of `recycle_bin_size`.
+
+    DAP. A[i, j] is the first layer's attention from text token i to visual token j, averaged over heads (the paper does
+    not state how heads are joined). Visual token j leaves every layer when a_j = sum_i A[i, j] < r * sum_j a_j
+    (Eq. 1-2) and m_j = max_i A[i, j] < alpha (Eq. 3). At most `c` leave (Def. 1); of more, the lowest a_j.
+    DDES. Tokens collect attention (Eq. 5); l <= tokens < l + D holds while decoding (Def. 2), and D leave at once,
+    those with the lowest scores (Eq. 4). l is `budget`, D is `recycle_bin_size`.
+
+    Args:
+        dap, ddes: the two stages; switch one off to run the other alone.
+        r: share of Eq. 2; None = 0.0012 (the paper's for LLaVA-1.5), or 0.7 when `relative`.
+        relative: r counts in uniform shares 1 / V, which does not depend on the number V of visual tokens (ours).
+        alpha: limit of Eq. 3; None = no individual test (ours).
+        c: most visual tokens that may leave a sequence; None = no limit.
+        target_visual_tokens: keep exactly so many visual tokens per sequence, or this share of them, those with the
+            highest a_j, in place of the two tests (ours).
+        criterion: "dual" (the paper's equations), "variance" (tokens whose variance over text rows lies below the
+            `variance_quantile` of the sequence's visual tokens), or "dual+variance" (both must hold).
+        drop_hidden_states: pruned tokens also leave the residual stream after the first layer, so that later layers do
+            not compute them (not stated in the paper).
+        budget: steady size l, as a share of the prompt, in tokens per head or in bytes; None = the length of the prompt
+            after DAP. Up to `recycle_bin_size` - 1 tokens more are stored before a flush.
+        compress_prompt: bring a longer prompt down to l by its own scores (not stated in the paper); False makes l the
+            length of such a prompt.
+        recycle_bin_size: D.
+        mode, restore, score, frequency_weight: which tokens a flush takes, see `ddes.RecycleBin`.
+        recent, sink: so many of the newest and oldest tokens are never evicted; 0 is the paper.
+        per_head_scores: every KV head ranks for itself; False sums scores over heads (not stated in the paper).
+        prefill_rows: which prompt queries count for the scores: "all", or a number of sampled rows (ours).
+        statistics: also measure the first layer's sparsity and variance, see `cache.state["hae"]`.
+    """
+
+    budget: float | int | str | None = None
+    dap: bool = True
+    ddes: bool = True
+    r: float | None = None
+    alpha: float | None = ALPHA
+    relative: bool = False
+    c: int | None = None
+    target_visual_tokens: int | float | None = None
+    criterion: Literal["dual", "variance", "dual+variance"] = "dual"
+    variance_quantile: float = 0.6
+    drop_hidden_states: bool = False
+    recycle_bin_size: int = 64
+    mode: Literal["rerank", "mark"] = "rerank"
+    restore: bool = True
+    score: Literal["attention", "frequency+importance"] = "attention"
+    frequency_weight: float = 0.5
+    recent: int = 0
+    sink: int = 0
+    compress_prompt: bool = True
+    per_head_scores: bool = False
+    prefill_rows: Literal["all"] | int = "all"
+    statistics: bool = False
+
+    name: ClassVar[str] = "hae"
+
+    @classmethod
+    def preset(cls, name: str, **options: Any) -> HAE:
+        """The paper's values for one of its models, changed by `options`: see `PRESETS`."""
+        if name not in PRESETS:
+            raise MethodError(f"HAE has no preset {name!r}; choose one of {', '.join(PRESETS)}")
+        return cls(**{**PRESETS[name], **options})
+
+    def __post_init__(self) -> None:
+        if not self.dap and not self.ddes:
+            raise MethodError("hae: dap=False and ddes=False leaves nothing to do; use the method 'full' instead")
+        self._check_dap()
+        self._bin.validate("hae")
+        if self.budget is not None:
+            parse_budget(self.budget)
+            if not self.ddes:
+                raise MethodError(
+                    "hae: budget is the size that DDES keeps to; with ddes=False use target_visual_tokens, r and alpha"
+                )
+        if self.recent < 0:
+            raise MethodError(f"hae: recent is {self.recent}; it must be 0 or more")
+        check_rows(self.name, self.prefill_rows)
+
+    def _check_dap(self) -> None:
+        if self.r is not None and self.r < 0:
+            raise MethodError(f"hae: r is {self.r}; it is a share of the visual attention and cannot be negative")
+        if self.alpha is not None and self.alpha < 0:
+            raise MethodError(f"hae: alpha is {self.alpha}; it is a probability, or None for no individual test")
+        if self.c is not None and self.c < 0:
+            raise MethodError(f"hae: c is {self.c}; it is the most tokens that may leave, or None for no limit")
+        if self.criterion not in ("dual", "variance", "dual+variance"):
+            raise MethodError(f"hae: criterion is {self.criterion!r}; choose 'dual', 'variance' or 'dual+variance'")
+        if not 0 < self.variance_quantile <= 1:
+            raise MethodError(f"hae: variance_quantile is {self.variance_quantile}; it must lie in (0, 1]")
+        target = self.target_visual_tokens
+        if target is not None:
+            if isinstance(target, bool) or target < 0 or (isinstance(target, float) and target > 1):
+                raise MethodError(
+                    f"hae: target_visual_tokens is {target!r}; use a number of tokens (192) or a share of them (0.33)"
+                )
+            if self.criterion != "dual" or self.c is not None:
+                raise MethodError(
+                    "hae: target_visual_tokens replaces all tests; leave criterion and c at their defaults"
+                )
+        if self.drop_hidden_states and not self.dap:
+            raise MethodError("hae: drop_hidden_states drops what DAP pruned; it needs dap=True")
+
+    # ---- what the method acts on
+
+    @property
+    def _bin(self) -> RecycleBin:
+        return RecycleBin(
+            size=self.recycle_bin_size, mode=self.mode, restore=self.restore, score=self.score,
+            frequency_weight=self.frequency_weight, per_head=self.per_head_scores, sink=self.sink,
+        )  # fmt: skip
+
+    @property
+    def needs_mass(self) -> bool:
+        return self.ddes
+
+    @property
+    def evicts_while_decoding(self) -> bool:
+        return self.ddes
+
+    @property
+    def drop_hidden_after(self) -> int | None:
+        return 0 if self.drop_hidden_states else None
+
+    def needs_queries(self, ordinal: int) -> bool:
+        return self.ddes or ordinal == 0
+
+    # ---- the prompt
+
+    def begin(self, cache: CompressedCache) -> None:
+        prompt, geometry = cache.full_prompt, cache.geometry
+        if not self.ddes and not bool(prompt.visual.any()):
+            raise NoVisualTokensError(
+                "hae with ddes=False drops visual tokens only, and this prompt has no image or video; add one, or use "
+                "ddes=True"
+            )
+        if self.ddes and self.budget is not None and geometry is not None and self.compress_prompt:
+            steady = steady_size(parse_budget(self.budget), geometry)
+            check_room("hae", steady, self.sink + self.recent, "sink + recent")
+
+    def prefill(self, view: PrefillView) -> Tensor | None:
+        """DAP in the first layer, its verdict in all (index broadcasting); then the scores that DDES starts from."""
+        shared = view.cache.state
+        if view.ordinal == 0:
+            pruned = self._prune(view) if self.dap else torch.zeros_like(view.prompt.real)
+            shared["hae_keep"] = view.prompt.real & ~pruned
+            shared.setdefault("hae", {})["evicted_visual"] = pruned.sum(-1).tolist()
+            if self.drop_hidden_states and bool(pruned.any()):
+                view.cache.drop_hidden(shared["hae_keep"])
+            if self.ddes:
+                shared["hae_steady"] = self._steady(view.cache, shared["hae_keep"].sum(-1).cpu())
+        shortened = view.ordinal > 0 and view.cache.dropped is not None  # pruned tokens never came here
+        keep = (view.prompt.real if shortened else shared["hae_keep"])[:, None]
+        if not self.ddes:
+            return keep
+        keep = keep.expand(-1, view.keys.shape[1], -1)
+        sums = prompt_scores(view, self.prefill_rows)
+        steady, recent = shared["hae_steady"]
+        if bool((keep[:, 0].sum(-1).cpu() > steady).any()):
+            keep = self._bin.shrink(sums, keep, steady, recent)
+        self._bin.note(view.state, sums, keep, steady, recent)
+        return keep
+
+    def _prune(self, view: PrefillView) -> Tensor:
+        """DAP on the first layer: the visual tokens to drop, bool [B, C]."""
+        visual = view.prompt.visual
+        if not bool(visual.any()):
+            return torch.zeros_like(visual)
+        # Text before the first image sees none of it, so that "all text" and "text after it" give the same sums.
+        rows, valid = scores.text_rows(view.prompt, max_rows=None)
+        given = view.query, view.keys, rows, valid, view.scaling, view.visible
+        stats = scores.head_mean_stats(*given)
+        if self.statistics:
+            sparse = scores.sparsity(*given, (visual, view.prompt.text))
+            spread = [_mean(stats.variance, columns) for columns in (visual, view.prompt.text)]
+            view.cache.state["hae"] = {
+                "visual_sparsity": sparse[0].tolist(), "text_sparsity": sparse[1].tolist(),
+                "visual_variance": spread[0].tolist(), "text_variance": spread[1].tolist(),
+            }  # fmt: skip
+        return self.redundant(stats.sums, stats.maxima, stats.variance, visual)
+
+    def redundant(self, sums: Tensor, maxima: Tensor, variance: Tensor, visual: Tensor) -> Tensor:
+        """Which visual tokens DAP drops: bool [B, C].
+
+        Args:
+            sums, maxima, variance: [B, C], a_j, m_j and v_j of every column; only visual columns are read.
+            visual: bool [B, C].
+        """
+        total = sums.masked_fill(~visual, 0).sum(-1, keepdim=True)
+        count = visual.sum(-1, keepdim=True)
+        if self.target_visual_tokens is not None:
+            target = self.target_visual_tokens
+            wanted = [target if isinstance(target, int) else round(target * n) for n in count[:, 0].tolist()]
+            kept = keep_top(sums.masked_fill(~visual, -torch.inf), torch.tensor(wanted, device=sums.device))
+            return visual & ~kept
+        gone = visual.clone()
+        if self.criterion != "variance":
+            r = (RELATIVE_R if self.relative else R) if self.r is None else self.r
+            share = r / count.clamp_min(1) if self.relative else r
+            gone &= sums < share * total  # Eq. 1-2
+            if self.alpha is not None:
+                gone &= maxima < self.alpha  # Eq. 3
+        if self.criterion != "dual":
+            visible = variance.masked_fill(~visual, torch.nan)
+            limit = torch.nanquantile(visible, self.variance_quantile, dim=-1, keepdim=True)
+            gone &= variance < limit
+        if self.c is not None:
+            least = variance if self.criterion == "variance" else sums
+            gone = keep_top((-least).masked_fill(~gone, -torch.inf), torch.full_like(count[:, 0], self.c))
+        return gone
+
+    def after_prefill(self, cache: CompressedCache) -> None:
+        if self.ddes:
+            self._bin.open(cache)
+        cache.state.pop("hae_keep", None)
+
+    def decode(self, view: DecodeView) -> Tensor | None:
+        return self._bin.step(view)
+
+    def _steady(self, cache: CompressedCache, length: Tensor) -> tuple[Tensor, Tensor]:
+        """l and the protected newest tokens of each sequence, [B] each; length [B] is the prompt's after DAP."""
+        steady = length
+        if self.budget is not None and cache.geometry is not None:
+            steady = steady_size(parse_budget(self.budget), cache.geometry)
+            if not self.compress_prompt:
+                steady = torch.maximum(steady, length)
+        steady = steady.clamp_min(max(self.sink + self.recent, 1))
+        cache.state["hae"]["steady"] = steady.tolist()
+        return steady, torch.full_like(steady, self.recent)
+
+
+def _mean(values: Tensor, columns: Tensor) -> Tensor:
+    """Mean over the marked columns of each sequence, [B, C] -> [B]; 0 where none is marked."""
+    return values.masked_fill(~columns, 0).sum(-1) / columns.sum(-1).clamp_min(1)
