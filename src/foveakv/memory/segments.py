@@ -363,9 +363,9 @@ class Segments:
         self._runs = None
 
     def _room(self, lengths: Tensor) -> int:
-        """Spare slots for each run. All runs grow alike, so all get the same room: the mean of slack(length), which
+        """Spare slots for each run: the mean of slack(length), the same for all, since appends grow all alike.
 
-        costs no more bytes than slack per run and does not let one short run force a regrow of all every 8 tokens.
+        It costs no more bytes than slack(length) per run, and one short run cannot force a regrow every 8 tokens.
         """
         return max(8, int((lengths // 16).sum()) // lengths.shape[0])
 
