@@ -140,5 +140,5 @@ def test_grey_and_transparent_pictures_become_rgb(tmp_path: Path) -> None:
 def test_a_template_that_fails_is_named(plain: Any) -> None:
     broken = tiny_folder.processor(chat=True)
     broken.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(InputError, match="chat template of LlavaProcessor failed.*roles must alternate"):
+    with pytest.raises(InputError, match=r"chat template of LlavaProcessor failed.*roles must alternate"):
         build_inputs(broken, "Hello")

@@ -355,7 +355,7 @@ def _table(result: Comparison) -> Table:
         title=f"{result.prompt_tokens:,} prompt tokens, {result.visual_tokens:,} of them visual; "
         f"up to {result.max_new_tokens} new tokens",
         title_justify="left",
-        caption="same: leading tokens equal to transformers'. Percent: of a full cache's bytes, of transformers' times.",
+        caption="same: leading tokens equal to transformers'. Percent: of full bytes, of transformers' times.",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 
 from foveakv.cli import common
@@ -18,15 +20,12 @@ def methods() -> None:
     """List the methods, what each keeps, and its settings with their defaults."""
     from foveakv.methods import available, find
 
-    table = Table(show_lines=True)
-    table.add_column("method", no_wrap=True)
-    table.add_column("what it keeps", ratio=2)
-    table.add_column("settings (default)", ratio=3)
+    out = common.output()
     for name in available():
         cls = find(name)
-        settings = ", ".join(f"{f.name} ({_default(f)})" for f in dataclasses.fields(cls) if f.init)
-        table.add_row(name, summary(cls), settings or "none")
-    common.output().print(table, markup=False)
+        settings = ", ".join(f"{f.name}={_default(f)}" for f in dataclasses.fields(cls) if f.init)
+        out.print(f"[bold]{name}[/bold]  {escape(summary(cls))}", highlight=False)
+        out.print(Padding(f"[dim]{escape(settings or 'no settings')}[/dim]", (0, 0, 1, 2)), highlight=False)
 
 
 def summary(cls: type) -> str:
