@@ -17,7 +17,7 @@ from foveakv import compat
 from foveakv.budget import Geometry
 from foveakv.errors import CacheInUseError, MethodError, NoVisualTokensError, UnsupportedModeError
 from foveakv.handle import KVHandle
-from foveakv.kernels import decode_attention
+from foveakv.kernels import BACKENDS, decode_attention
 from foveakv.masks import Mask, stored_mask, visible_rows
 from foveakv.memory.segments import Segments
 from foveakv.methods.base import Counts, DecodeView, Method, PrefillView
@@ -64,6 +64,7 @@ class CompressedLayer(compat.CacheLayerMixin):
         self.seen = 0
         self.prompt_slots = 0
         self.prompt_columns = 0
+        self.decoded_from = 0  # no decoded token before this position is stored
         self.full_nbytes = 0
         self._dense: tuple[Tensor, Tensor] | None = None
         self._queries: Tensor | None = None
@@ -180,7 +181,7 @@ class CompressedLayer(compat.CacheLayerMixin):
         self.segments = Segments.from_dense(keys, values, keep.expand(batch, heads, columns), positions)
         self.prompt_slots = int(cache.full_prompt.lengths.sum()) * heads
         per_slot = (keys.shape[-1] + values.shape[-1]) * keys.element_size()
-        self.prompt_columns = self.seen
+        self.prompt_columns = self.decoded_from = self.seen
         self.full_nbytes = per_slot * heads * batch * self.seen
         cache.note_peak()
         self._dense = self._queries = None
@@ -213,7 +214,21 @@ class CompressedLayer(compat.CacheLayerMixin):
                 cache.note_peak()
                 segments.keep(keep)
                 self.counts.add(evicted=before - int(segments.lengths.sum()))
+        elif cache.max_decode_slots is not None:
+            self._guard(segments, cache.max_decode_slots)
         return output.transpose(1, 2).contiguous()
+
+    def _guard(self, segments: Segments, limit: int) -> None:
+        """Drops the oldest decoded tokens when more than `limit` are stored; an eighth more, so that it is rare."""
+        if self.seen - self.decoded_from <= limit:
+            return
+        start = self.seen - max(1, limit - limit // 8)
+        positions = segments.positions()
+        before = int(segments.lengths.sum())
+        self.cache.note_peak()
+        segments.keep((positions < self.prompt_columns) | (positions >= start))
+        self.counts.add(evicted=before - int(segments.lengths.sum()))
+        self.decoded_from = start
 
     @property
     def device_nbytes(self) -> int:
@@ -236,7 +251,19 @@ class CompressedCache(compat.Cache):
     `foveakv.cache_for(model, method)`, or let `foveakv.compress` make them.
     """
 
-    def __init__(self, config: Any, method: Method, *, backend: str = "auto", trace: bool = False) -> None:
+    def __init__(
+        self,
+        config: Any,
+        method: Method,
+        *,
+        backend: str = "auto",
+        trace: bool = False,
+        max_decode_slots: int | None = None,
+    ) -> None:
+        if backend != "auto" and backend not in BACKENDS:
+            raise MethodError(f"no attention backend {backend!r}; choose 'auto' or one of {sorted(BACKENDS)}")
+        if max_decode_slots is not None and max_decode_slots < 1:
+            raise MethodError(f"max_decode_slots is a number of tokens, 1 or more, got {max_decode_slots}")
         layers: list[Any] = []
         ordinal = 0
         for layer_idx, layer in enumerate(compat.plain_layers(config)):
@@ -249,6 +276,7 @@ class CompressedCache(compat.Cache):
         self.config = config
         self.method = method
         self.backend = backend
+        self.max_decode_slots = max_decode_slots
         self.trace_wanted = trace
         self.owner: weakref.ref[Any] | None = None  # the model this cache was made for
         self._forget()

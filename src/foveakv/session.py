@@ -11,6 +11,8 @@ import functools
 import inspect
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -62,6 +64,16 @@ class Attachment:
         if model is not None and decoder is not None and not self._hidden_handles:
             hidden.check_supported(model.config)
             self._hidden_handles = hidden.install(decoder.layers, lambda: getattr(self._local, "cache", None))
+
+    @contextmanager
+    def prefill_of(self, total: int | None) -> Iterator[None]:
+        """In this thread, prefills are complete at `total` tokens; None = every one comes whole."""
+        outer = getattr(self._local, "total", None)
+        self._local.total = total
+        try:
+            yield
+        finally:
+            self._local.total = outer
 
     def _attach(self) -> None:
         model = self.model()
@@ -115,12 +127,12 @@ class Attachment:
             # Position ids are built before the first forward pass, from the offsets of whatever ran last.
             self._set_model_state(cache.model_state or None if isinstance(cache, CompressedCache) else None)
             local = self._local
-            outer = getattr(local, "generating", False), getattr(local, "total", None)
-            local.generating, local.total = True, chunked_prefill_total(model, args, kwargs)
+            outer, local.generating = getattr(local, "generating", False), True
             try:
-                return type(model).generate(model, *args, **kwargs)
+                with self.prefill_of(chunked_prefill_total(model, args, kwargs)):
+                    return type(model).generate(model, *args, **kwargs)
             finally:
-                local.generating, local.total = outer
+                local.generating = outer
 
         return generate
 
@@ -195,8 +207,8 @@ def _attachment(model: compat.PreTrainedModel) -> Attachment:
     return _attachments[model]
 
 
-def _new_cache(model: compat.PreTrainedModel, method: Method, backend: str, trace: bool) -> CompressedCache:
-    cache = CompressedCache(compat.text_config_of(model), method, backend=backend, trace=trace)
+def _new_cache(model: compat.PreTrainedModel, method: Method, **options: Any) -> CompressedCache:
+    cache = CompressedCache(compat.text_config_of(model), method, **options)
     if not cache.compressed:
         raise UnsupportedModelError(f"{type(model).__name__} has no plain attention layer to compress")
     cache.owner = weakref.ref(model)
@@ -204,18 +216,26 @@ def _new_cache(model: compat.PreTrainedModel, method: Method, backend: str, trac
 
 
 def cache_for(
-    model: compat.PreTrainedModel, method: Method, *, backend: str = "auto", trace: bool = False
+    model: compat.PreTrainedModel,
+    method: Method,
+    *,
+    backend: str = "auto",
+    trace: bool = False,
+    max_decode_slots: int | None = None,
 ) -> CompressedCache:
     """A compressed cache to pass as `past_key_values` (`cache` since transformers 5.24), for code that keeps its own.
 
-    The model stays attached until the cache is garbage-collected; other caches go through it unchanged.
+    The model stays attached until the cache is garbage-collected; other caches go through it unchanged. Options as in
+    `compress`.
 
     Raises:
         UnsupportedModelError: the model's attention cannot be compressed correctly.
     """
     _check_method(method)
     attached = _attachment(model)
-    cache = _new_cache(model, method, backend, trace)
+    cache = _new_cache(model, method, backend=backend, trace=trace, max_decode_slots=max_decode_slots)
+    if method.drop_hidden_after is not None:
+        hidden.check_supported(model.config)
     attached.acquire()
     weakref.finalize(cache, attached.release)
     if method.drop_hidden_after is not None:
@@ -223,7 +243,14 @@ def cache_for(
     return cache
 
 
-def compress(model: compat.PreTrainedModel, method: Method, *, backend: str = "auto", trace: bool = False) -> Session:
+def compress(
+    model: compat.PreTrainedModel,
+    method: Method,
+    *,
+    backend: str = "auto",
+    trace: bool = False,
+    max_decode_slots: int | None = None,
+) -> Session:
     """Compresses every cache that `model` makes inside the `with` block.
 
     Args:
@@ -231,12 +258,14 @@ def compress(model: compat.PreTrainedModel, method: Method, *, backend: str = "a
         method: e.g. `HAE()`, `HybridKV(budget=0.1)`, or `foveakv.methods.get("snapkv", budget=0.2)`.
         backend: decode attention kernel, "auto" or a key of `foveakv.kernels.BACKENDS`.
         trace: record the positions that every step attends to (`session.trace`).
+        max_decode_slots: for methods that do not evict while decoding, the most decoded tokens that stay per head; the
+            oldest go first. None lets them grow, as in a plain cache.
 
     Raises:
         CacheInUseError: on entering, when the same method object is active on another model.
         UnsupportedModelError: the model's attention cannot be compressed correctly.
     """
-    return Session(model, method, backend=backend, trace=trace)
+    return Session(model, method, backend=backend, trace=trace, max_decode_slots=max_decode_slots)
 
 
 def _check_method(method: Any) -> None:
@@ -247,14 +276,11 @@ def _check_method(method: Any) -> None:
 class Session:
     """A `with` block in which a model's caches are compressed. `cache` is that of the latest prompt."""
 
-    def __init__(
-        self, model: compat.PreTrainedModel, method: Method, *, backend: str = "auto", trace: bool = False
-    ) -> None:
+    def __init__(self, model: compat.PreTrainedModel, method: Method, **options: Any) -> None:
         _check_method(method)
         self.model = model
         self.method = method
-        self.backend = backend
-        self._trace = trace
+        self._options = options
         self._cache: CompressedCache | None = None
         self._attached: Attachment | None = None
 
@@ -293,8 +319,19 @@ class Session:
                 f"{self.method.name} cannot take over a {type(cache).__name__} that is filled or of another kind; "
                 "leave past_key_values out, or pass a cache from this session"
             )
-        self._cache = _new_cache(self.model, self.method, self.backend, self._trace)
+        self._cache = _new_cache(self.model, self.method, **self._options)
         return self._cache
+
+    @contextmanager
+    def chunked_prefill(self, tokens: int) -> Iterator[None]:
+        """For hand-written loops that feed a prompt in pieces: nothing is compressed before `tokens` tokens are in.
+
+        `generate(prefill_chunk_size=...)` needs no such block.
+        """
+        if self._attached is None:
+            raise CacheInUseError("chunked_prefill() works inside the session's `with` block only")
+        with self._attached.prefill_of(tokens):
+            yield
 
     @property
     def cache(self) -> CompressedCache:
