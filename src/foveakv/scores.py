@@ -182,6 +182,8 @@ def topk_mass(
     paper; ours). A sequence without rows that count scores 0.
     """
     job = _Job.of(query, keys, rows, valid, scaling, visible, tile_bytes)
+    if isinstance(k, Tensor):
+        k = k.tolist()
     per_sequence = [k] * job.batch if isinstance(k, int) else [int(n) for n in k]
     if len(per_sequence) != job.batch or min(per_sequence, default=1) < 1:
         raise InputError(f"topk_mass needs k >= 1 for each of {job.batch} sequences, got {per_sequence}")
@@ -378,7 +380,7 @@ class _Job:
             columns = slice(0, stop)
             counted = valid
         else:
-            seen = self.visible(rows)[:, 0]
+            seen = self.visible(rows)[:, 0].expand(self.batch, rows.shape[1], self.columns)
             counted = valid & seen.any(-1)
             reached = (seen & counted[..., None]).flatten(0, 1).any(0).nonzero()
             if not len(reached):
