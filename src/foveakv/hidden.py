@@ -13,13 +13,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from foveakv import compat
 from foveakv.cache import CompressedCache
 from foveakv.errors import UnsupportedModelError
 from foveakv.masks import SubsetMask, as_mask
 
 
-def check_supported(config: Any) -> None:
-    """Raises where a model adds to the residual stream by token index after the first layers."""
+def check_supported(model: compat.PreTrainedModel) -> None:
+    """Raises where some layer needs every token of the prompt, or counts tokens by what it gets."""
+    config = model.config
+    if any(type(layer) is not compat.DynamicLayer for layer in compat.plain_layers(compat.text_config_of(model))):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has sliding-window or linear-attention layers, which count the tokens they get "
+            "and so need all of them; use drop_hidden_states=False"
+        )
     vision = getattr(config, "vision_config", None)
     if getattr(vision, "deepstack_visual_indexes", None):
         raise UnsupportedModelError(

@@ -62,7 +62,7 @@ class Attachment:
         """Installs the hooks that shorten the residual stream, for methods that ask for it."""
         model, decoder = self.model(), self.decoder()
         if model is not None and decoder is not None and not self._hidden_handles:
-            hidden.check_supported(model.config)
+            hidden.check_supported(model)
             self._hidden_handles = hidden.install(decoder.layers, lambda: getattr(self._local, "cache", None))
 
     @contextmanager
@@ -235,7 +235,7 @@ def cache_for(
     attached = _attachment(model)
     cache = _new_cache(model, method, backend=backend, trace=trace, max_decode_slots=max_decode_slots)
     if method.drop_hidden_after is not None:
-        hidden.check_supported(model.config)
+        hidden.check_supported(model)
     attached.acquire()
     weakref.finalize(cache, attached.release)
     if method.drop_hidden_after is not None:
@@ -292,7 +292,7 @@ class Session:
                 raise CacheInUseError("this method object is in use on another model; make a second one")
         attached = _attachment(self.model)
         if self.method.drop_hidden_after is not None:
-            hidden.check_supported(self.model.config)
+            hidden.check_supported(self.model)
         attached.acquire()
         if self.method.drop_hidden_after is not None:
             attached.use_hidden_hooks()
