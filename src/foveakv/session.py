@@ -41,12 +41,13 @@ class Attachment:
         self.cache_name = compat.cache_argument(model)
         self.decoder = weakref.ref(compat.decoder_of(model))
         self._local = threading.local()
-        self._base = compat.text_config_of(model)._attn_implementation
+        self._base = ""  # the attention implementation to go back to
+        self._own_generate: Any = None  # an instance attribute that was there before ours
         self._handles: list[Any] = []
         self._hidden_handles: list[Any] = []
         # M-RoPE models keep the offset between token index and position on a module, not in the cache.
         self._stateful = [module for module in model.modules() if "rope_deltas" in vars(module)]
-        self._original_state = self._model_state()
+        self._original_state: list[Any] = []
 
     def acquire(self) -> None:
         if self.users == 0:
@@ -79,6 +80,9 @@ class Attachment:
         model = self.model()
         if model is None:
             return
+        self._base = compat.text_config_of(model)._attn_implementation
+        self._original_state = self._model_state()
+        self._own_generate = vars(model).get("generate")
         compat.set_text_attention(model, attention.implementation(self._base))
         self._handles = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -91,9 +95,12 @@ class Attachment:
         for handle in self._handles + self._hidden_handles:
             handle.remove()
         self._handles, self._hidden_handles = [], []
+        self._local = threading.local()
         if model is None:
             return
         vars(model).pop("generate", None)
+        if self._own_generate is not None:
+            model.generate = self._own_generate
         compat.set_text_attention(model, self._base)
         self._set_model_state(self._original_state)
         _attachments.pop(model, None)
@@ -110,18 +117,17 @@ class Attachment:
     # ---- generate
 
     def _wrap_generate(self, model: compat.PreTrainedModel) -> Any:
-        original = model.generate
-        reference = self.model
+        reference, own = self.model, self._own_generate
 
-        @functools.wraps(original)
+        @functools.wraps(model.generate)
         def generate(*args: Any, **kwargs: Any) -> Any:
             model = reference()
             if model is None:
                 raise CacheInUseError("the model is gone")
             cache = next((kwargs[name] for name in compat.CACHE_NAMES if kwargs.get(name) is not None), None)
-            ours = isinstance(cache, CompressedCache)
-            if not ours and not self.sessions:
-                return type(model).generate(model, *args, **kwargs)
+            original = own or functools.partial(type(model).generate, model)
+            if not isinstance(cache, CompressedCache) and not self.sessions:
+                return original(*args, **kwargs)
             method = cache.method if isinstance(cache, CompressedCache) else self.sessions[-1].method
             check_generate(model, method, args, kwargs)
             # Position ids are built before the first forward pass, from the offsets of whatever ran last.
@@ -130,7 +136,7 @@ class Attachment:
             outer, local.generating = getattr(local, "generating", False), True
             try:
                 with self.prefill_of(chunked_prefill_total(model, args, kwargs)):
-                    return type(model).generate(model, *args, **kwargs)
+                    return original(*args, **kwargs)
             finally:
                 local.generating = outer
 
