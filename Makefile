@@ -15,7 +15,7 @@ help:
 	@echo "make test         run the tests on the newest supported transformers"
 	@echo "make test-lowest  run them on the lowest one"
 	@echo "make lint         ruff and mypy"
-	@echo "make bench        run the benchmarks; results go to out/"
+	@echo "make bench        run the benchmarks; results go to benchmarks/results/"
 
 demo: $(VENV)/.ready
 	@mkdir -p out
@@ -34,8 +34,7 @@ lint: $(VENV)/.ready-lint
 	@$(VENV)/bin/mypy
 
 bench: $(VENV)/.ready
-	@mkdir -p out
-	@for script in benchmarks/*.py; do echo "$$script"; $(VENV)/bin/python "$$script" || exit 1; done
+	@for name in decode memory prefill; do $(VENV)/bin/python -m benchmarks run $$name || exit 1; done
 
 $(VENV)/.ready: CONSTRAINTS := constraints/newest.txt
 $(VENV)/.ready: constraints/newest.txt

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
@@ -42,17 +43,26 @@ def _default(setting: dataclasses.Field[Any]) -> str:
 
 
 @common.friendly
-def models() -> None:
+def models(
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="As a Markdown table (docs/supported-models.md).")
+    ] = False,
+) -> None:
     """List the model families that are tested, and those that cannot be compressed, with the reason."""
     common.quiet_transformers()
     from foveakv.families import FAMILIES
 
+    rows = [(family.model_type, family.title, family_status(family)) for family in FAMILIES]
+    titles = ("model type", "family", "status")
+    if markdown:
+        rule = ("---",) * len(titles)
+        typer.echo("\n".join("| " + " | ".join(row) + " |" for row in (titles, rule, *rows)))
+        return
     table = Table()
-    for title in ("model type", "family", "status"):
+    for title in titles:
         table.add_column(title, overflow="fold")
-    table.add_row("demo", "the embedded model (a small LLaVA)", "tested")
-    for family in FAMILIES:
-        table.add_row(family.model_type, family.title, family_status(family))
+    for row in [("demo", "the embedded model (a small LLaVA)", "tested"), *rows]:
+        table.add_row(*row)
     common.output().print(table)
 
 
