@@ -171,13 +171,15 @@ def everything(first: int, steps: int, layers: Sequence[int], heads: int, batch:
     return trace
 
 
-def stayed(trace: Trace, columns: int) -> Tensor:
-    """bool [B, columns]: prompt tokens that some layer and head still holds in the first step after the prefill."""
+def stayed(trace: Trace, columns: int, after: int) -> Tensor:
+    """bool [B, columns]: prompt tokens that layers behind layer `after` still hold in the first step after the prefill.
+
+    Where tokens left the residual stream after layer `after`, they are those that did not.
+    """
     first = next(step for step in trace if step)
-    batch = next(iter(first.values())).shape[0]
-    kept = torch.zeros(batch, columns, dtype=torch.bool)
-    for positions in first.values():
-        for b in range(batch):
-            found = positions[b][(positions[b] >= 0) & (positions[b] < columns)]
-            kept[b, found] = True
+    later = [positions for layer, positions in first.items() if layer > after]
+    kept = torch.zeros(later[0].shape[0], columns, dtype=torch.bool)
+    for positions in later:
+        for b, row in enumerate(positions.flatten(1)):
+            kept[b, row[(row >= 0) & (row < columns)]] = True
     return kept
