@@ -149,7 +149,7 @@ def test_mixed_heads_some_complete_some_choosing_some_without_slots() -> None:
     layer.store.reserve(layer.segments, torch.tensor([[10, 4, 0]]))
     assert layer.store.choosing == 1
     assert layer.store.extra_slots == (10 - 4) * CHUNK
-    assert layer.store.digests.shape == (1, 10, DIM)
+    assert layer.store.digests.shape == (1, DIM, 10)
     query = layer.query()
     assert layer.store.fetch(layer.segments, query, 0.25) == (4 * CHUNK, 0)
     layer.check({(0, 0): set(range(10)), (0, 1): layer.best(query, 0, 1, 4), (0, 2): set()})

@@ -87,12 +87,12 @@ class ChunkStore:
         stored: list[tuple[int, int, int]],
         directory: str | Path | None,
     ) -> None:
-        """Fills self._keys [N, T * D], self._values [N, T * Dv] and self.digests [S, P, D]."""
+        """Fills self._keys [N, T * D], self._values [N, T * Dv] and self.digests [S, D, P]."""
         chunk, total = self.chunk, sum(count for _, _, count in stored)
         longest = max((count for _, _, count in stored), default=0)
         exact = torch.float64 if keys.dtype == torch.float64 else torch.float32
         with torch.inference_mode(False):
-            self.digests = keys.new_zeros(len(stored), longest, keys.shape[-1])
+            self.digests = keys.new_zeros(len(stored), keys.shape[-1], longest)
         parts = []
         for source in (keys, values):
             width = source.shape[-1]
@@ -101,7 +101,8 @@ class ChunkStore:
                 tokens = source[b, h].index_select(0, order[b, : count * chunk])  # a copy, so it is contiguous
                 writer.write(tokens.view(count, chunk * width))
                 if source is keys:
-                    self.digests[row, :count] = tokens.view(count, chunk, width).to(exact).mean(1).to(keys.dtype)
+                    means = tokens.view(count, chunk, width).to(exact).mean(1)
+                    self.digests[row, :, :count] = means.mT.to(keys.dtype)
             parts.append(writer.finish())
         self._keys, self._values = parts
 
@@ -167,9 +168,9 @@ class ChunkStore:
             self._table = torch.full((len(choosing), widest), -1, dtype=torch.int64, device=self.device)
             if len(choosing) < len(self.digests):
                 longest = int(self._count[choosing].max()) if len(choosing) else 0
-                self.digests = self.digests[choosing, :longest]
+                self.digests = self.digests[choosing, :, :longest].contiguous()
             self._digest = torch.arange(len(choosing), device=self.device)
-            self._resident = torch.zeros(self.digests.shape[:2], dtype=torch.bool, device=self.device)
+            self._resident = torch.zeros(len(choosing), self.digests.shape[-1], dtype=torch.bool, device=self.device)
         self._describe()
 
     def relevance(self, query: Tensor, scaling: float) -> Tensor:
@@ -181,14 +182,14 @@ class ChunkStore:
         batch, _, _, dim = query.shape
         grouped = query.reshape(batch * self.kv_heads, -1, dim).index_select(0, self._run)  # [n, G * q, D]
         digests = self.digests if self._straight else self.digests.index_select(0, self._digest)
-        block = max(1, _SCORES_AT_ONCE // max(1, digests.shape[0] * digests.shape[1]))
+        block = max(1, _SCORES_AT_ONCE // max(1, digests.shape[0] * digests.shape[-1]))
         best: Tensor | None = None
         for part in grouped.split(block, dim=1):
-            scores = torch.bmm(part * scaling, digests.transpose(1, 2))  # [n, block, P]
+            scores = torch.bmm(part * scaling, digests)  # [n, block, P]
             if scores.dtype in (torch.float16, torch.bfloat16):
                 scores = scores.float()
             if not self._equal:
-                beyond = torch.arange(digests.shape[1], device=self.device) >= self._count[self._stored][:, None]
+                beyond = torch.arange(digests.shape[-1], device=self.device) >= self._count[self._stored][:, None]
                 scores = scores.masked_fill_(beyond[:, None], -torch.inf)
             top = scores.log_softmax(-1).amax(1)
             best = top if best is None else torch.maximum(best, top)
@@ -272,7 +273,7 @@ class ChunkStore:
         """Host-side facts that spare the hot path its masks and gathers."""
         rows, count = self._digest.tolist(), self._count[self._stored]
         self._straight = rows == list(range(len(self.digests)))
-        self._equal = bool((self._slots == self._table.shape[1]).all()) and bool((count == self.digests.shape[1]).all())
+        self._equal = bool((self._slots == self._table.shape[1]).all()) and bool((count == self.digests.shape[-1]).all())
         self._asked = int(self._slots.sum()) * self.chunk
 
 
