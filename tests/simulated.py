@@ -29,7 +29,9 @@ class Simulation:
         rules.note(self.state, scores, keep, sizes, torch.full((batch,), recent))
         positions = torch.arange(columns).expand(batch, columns)
         self.segments = Segments.from_dense(*self._kv(positions, heads), keep, positions)
-        rules.open(SimpleNamespace(compressed=[SimpleNamespace(segments=self.segments, state=self.state)]))  # type: ignore[arg-type]
+        layer = SimpleNamespace(segments=self.segments, state=self.state)
+        self.cache: Any = SimpleNamespace(compressed=[layer], method=SimpleNamespace(name="simulated"), state={})
+        rules.open(self.cache)
 
     @staticmethod
     def _kv(positions: Tensor, heads: int) -> tuple[Tensor, Tensor]:
@@ -46,8 +48,7 @@ class Simulation:
         attention = torch.as_tensor(attention, dtype=torch.float32)
         attention = attention.expand(batch, segments.heads, attention.shape[-1])
         mass = attention.gather(-1, stored.clamp_min(0)).masked_fill(stored < 0, 0)
-        cache: Any = SimpleNamespace(method=SimpleNamespace(name="simulated"), state={})
-        view = DecodeView(0, 0, torch.zeros(0), 1.0, cache, self.state, self.counts, segments, self.seen, mass)
+        view = DecodeView(0, 0, torch.zeros(0), 1.0, self.cache, self.state, self.counts, segments, self.seen, mass)
         keep = self.rules.step(view)
         before = set(self.kept())
         if keep is not None:

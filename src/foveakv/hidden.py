@@ -41,12 +41,12 @@ def install(layers: nn.ModuleList, active: Callable[[], CompressedCache | None])
     def shorten(layer_idx: int) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             cache = active()
-            if cache is None or cache.dropped is None or not _dropped_before(cache, layer_idx):
+            if cache is None or cache.dropped is None or layer_idx < _first_shortened(cache):
                 return None
             index, _ = cache.dropped
             kwargs = dict(kwargs)
             hidden = args[0] if args else kwargs["hidden_states"]
-            if hidden.shape[1] != index.shape[1]:
+            if layer_idx == _first_shortened(cache):  # later layers get what this one passes on
                 hidden = _take(hidden, index)
             if args:
                 args = (hidden, *args[1:])
@@ -82,9 +82,10 @@ def install(layers: nn.ModuleList, active: Callable[[], CompressedCache | None])
     return handles
 
 
-def _dropped_before(cache: CompressedCache, layer_idx: int) -> bool:
+def _first_shortened(cache: CompressedCache) -> int:
+    """Index of the first decoder layer that gets fewer tokens."""
     after = cache.method.drop_hidden_after
-    return after is not None and layer_idx > cache.compressed[after].layer_idx
+    return len(cache.layers) if after is None else cache.compressed[after].layer_idx + 1
 
 
 def _take(tensor: Tensor, index: Tensor) -> Tensor:

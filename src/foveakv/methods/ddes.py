@@ -136,7 +136,13 @@ class RecycleBin:
         state["marked"] = torch.zeros_like(state["steady"])
 
     def open(self, cache: CompressedCache) -> None:
-        """Gives every layer's slots their fields, once the prompt is stored."""
+        """Gives every layer's slots their fields, once the prompt is stored.
+
+        From here on `cache.state["ddes"]` says what happened: `steady` [B] in tokens per head, `peak` (the most tokens
+        that a head held), `evicted_decode` in slots.
+        """
+        steady = cache.compressed[0].state["steady"].tolist()
+        cache.state["ddes"] = {"steady": steady, "peak": 0, "evicted_decode": 0}
         for layer in cache.compressed:
             segments = layer.segments
             if segments is None:
@@ -169,10 +175,12 @@ class RecycleBin:
         if self.score != "attention":
             self._count_uses(view, mass)
         over = (lengths - state["steady"]).clamp_min(0)
-        most = int(over.max())
-        if most == 0:
-            return None
         evict = over // self.size * self.size
+        told = view.cache.state["ddes"]
+        told["peak"] = max(told["peak"], segments.max_length)
+        told["evicted_decode"] += int(evict.sum()) * segments.heads
+        if int(over.max()) == 0:
+            return None
 
         slots = torch.arange(segments.max_length, device=mass.device)
         end = (lengths - state["recent"]).to(mass.device)[:, None, None]
@@ -214,13 +222,14 @@ class RecycleBin:
         return victims
 
     def _count_uses(self, view: DecodeView, mass: Tensor) -> None:
+        """One more step for every slot, one more use for the most attended tenth (equals of its last one included)."""
         segments = view.segments
-        valid = segments.valid()
-        pooled = mass if self.per_head else mass.sum(1, keepdim=True).expand_as(mass)
-        count = (segments.lengths * MOST_ATTENDED).ceil().to(torch.long).to(mass.device)
-        used = keep_top(pooled.masked_fill(~valid, -torch.inf), count)
-        segments.set_field(USES, segments.field(USES) + used)
-        segments.set_field(AGE, segments.field(AGE) + valid)
+        pooled = mass if self.per_head else mass.sum(1, keepdim=True)
+        tenth = (segments.lengths[:, : pooled.shape[1]] * MOST_ATTENDED).ceil().to(torch.long)
+        best = pooled.topk(int(tenth.max()), dim=-1).values
+        least = best.gather(-1, (tenth - 1).to(mass.device)[..., None])
+        segments.set_field(USES, segments.field(USES) + ((pooled >= least) & (pooled > 0)))
+        segments.set_field(AGE, segments.field(AGE) + 1)
 
     def _values(self, view: DecodeView, score: Tensor) -> Tensor:
         """What tokens are ranked by, [B, H or 1, M]; the lowest goes first."""

@@ -61,7 +61,12 @@ class HAE(Method):
         recent, sink: so many of the newest and oldest tokens are never evicted; 0 is the paper.
         per_head_scores: every KV head ranks for itself; False sums scores over heads (not stated in the paper).
         prefill_rows: which prompt queries count for the scores: "all", or a number of sampled rows (ours).
-        statistics: also measure the first layer's sparsity and variance, see `cache.state["hae"]`.
+        statistics: also measure the first layer's attention to visual and text tokens: the share of probabilities
+            below 1e-4 (the paper's sparsity) and the mean variance.
+
+    What happened is in `cache.state["hae"]`: `evicted_visual`, the tokens that DAP dropped of each sequence,
+    `evicted_prompt`, the slots that bringing the prompt down to l dropped, the statistics; and in
+    `cache.state["ddes"]`, see `ddes.RecycleBin.open`.
     """
 
     budget: float | int | str | None = None
@@ -191,7 +196,9 @@ class HAE(Method):
         sums = prompt_scores(view, self.prefill_rows)
         steady, recent = shared["hae_steady"]
         if bool((keep[:, 0].sum(-1).cpu() > steady).any()):
+            before = int(keep.sum())
             keep = self._bin.shrink(sums, keep, steady, recent)
+            shared["hae"]["evicted_prompt"] = shared["hae"].get("evicted_prompt", 0) + before - int(keep.sum())
         self._bin.note(view.state, sums, keep, steady, recent)
         return keep
 
@@ -259,7 +266,6 @@ class HAE(Method):
             if not self.compress_prompt:
                 steady = torch.maximum(steady, length)
         steady = steady.clamp_min(max(self.sink + self.recent, 1))
-        cache.state["hae"]["steady"] = steady.tolist()
         return steady, torch.full_like(steady, self.recent)
 
 
