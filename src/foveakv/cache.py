@@ -463,5 +463,7 @@ def _select_tensors(state: dict[Any, Any], index: Tensor) -> None:
 def _layer_nbytes(layer: Any) -> int:
     if isinstance(layer, CompressedLayer):
         return layer.device_nbytes
-    tensors = [value for value in vars(layer).values() if isinstance(value, Tensor)]
+    fields = vars(layer).values()
+    states = [state for value in fields if isinstance(value, dict) for state in value.values()]  # linear attention's
+    tensors = [value for value in (*fields, *states) if isinstance(value, Tensor)]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
