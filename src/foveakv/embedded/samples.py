@@ -1,0 +1,63 @@
+"""Sample pictures and prompts for the embedded model. The cards show handwriting that its training never saw."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from foveakv.errors import InputError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FOLDER = Path(__file__).parents[1] / "data" / "samples"
+ALL_CARDS = "All cards: "
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt with pictures and the right answer.
+
+    paths: picture files, in the order of the `<image>` marks in `text`. question: the last line of `text`. captions:
+    one per picture, "Alice's card: 472".
+    """
+
+    paths: list[Path]
+    text: str
+    question: str
+    answer: str
+    captions: list[str]
+
+    @property
+    def images(self) -> list[Image]:
+        """The pictures, 112 x 112 RGB."""
+        from PIL import Image
+
+        return [Image.open(path).convert("RGB") for path in self.paths]
+
+
+def sample_prompt(images: int = 12, *, kind: str = "digit", ask: int | None = None) -> Sample:
+    """A prompt about `images` cards.
+
+    images: 1 to 16. kind: "digit" (one digit a card), "number" (three digits) or "word". ask: which card is asked for,
+    from 0; -1 asks for all of them in order ("All cards: "); None picks the card a third of the way in.
+    InputError: there is no such kind, or not as many pictures.
+    """
+    cards = json.loads((FOLDER / "samples.json").read_text(encoding="utf8"))
+    if kind not in cards:
+        raise InputError(f"no sample cards of kind {kind!r}; there are {', '.join(cards)}")
+    if not 1 <= images <= len(cards[kind]):
+        raise InputError(f"the sample prompt has 1 to {len(cards[kind])} pictures, not {images}")
+    if ask is not None and not -1 <= ask < images:
+        raise InputError(f"ask is a card from 0 to {images - 1}, or -1 for all; got {ask}")
+    chosen = cards[kind][:images]
+    if ask == -1:
+        question, answer = ALL_CARDS, ", ".join(card["answer"] for card in chosen)
+    else:
+        card = chosen[images // 3 if ask is None else ask]
+        question, answer = f"{card['name']}'s card: ", card["answer"]
+    text = "".join(f"{card['name']}'s card: <image>\n" for card in chosen) + question
+    captions = [f"{card['name']}'s card: {card['answer']}" for card in chosen]
+    return Sample([FOLDER / card["file"] for card in chosen], text, question, answer, captions)

@@ -1,0 +1,197 @@
+"""Render the training cards: handwritten digits, rendered words, captioned pictures. Every card is 112 x 112 RGB.
+
+A card also has `cells`, an 8 x 8 map that says which part of the answer each image token shows (-1: ground only).
+Only `align.py` reads it. All randomness comes from the generator that is passed in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import cv2
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+SIZE, GRID = 112, 8
+SPLITS = ("train", "validation", "test")
+
+NAMES = (
+    "Alice Bob Carol David Emma Frank Grace Henry Ivan Julia Kevin Laura Mary Nancy Oliver Paul Rachel Sarah Tom Victor "
+    "Adam Anna Ben Daniel George Helen Jack James Jane John Lily Mark Martin Max Michael Peter Robert Sam Simon Thomas"
+).split()
+
+WORDS = (  # nouns of 3 to 6 letters, each one token of the text model with and without a space in front
+    "apple arm art baby bag ball band bar bath bean bear bed bee bell belt bird boat body bone book boot box boy bread "
+    "bridge brush bus button camera camp car card castle cat chain chair child church circle city clock cloud coat coin "
+    "cook corn cup doctor dog door ear earth egg engine eye face farm field finger fire fish flag floor flower food foot "
+    "forest fox fruit game gate girl glass gold grain grass hair hall hand hat head heart hill hook horse house ice ink "
+    "iron jam jar key king lake lamp_ land leaf leg letter lion lip lock map market mask meal meat metal milk money moon "
+    "mother mouse mouth movie mud music nail neck nest net night nose nut oil orange oven owl page pan paper park party "
+    "pen phone photo pie pig pin pipe plane planet plant plate pool pot radio rain rat rice ring river road robot rock "
+    "room root rose rug salt sand school sea seat seed sheet ship shirt shop skin sky snake snow sock soup spring star "
+    "stone storm street string sugar summer sun table tail tank toe tooth tower town track train tree tube van wall "
+    "watch water wave wheel window wine wing winter wire wolf wood yard"
+).replace("lamp_ ", "").split()
+
+FONT_SPLITS = {  # file name patterns; a font family is in one split only
+    "train": ["DejaVuSans", "DejaVuSerif", "LiberationSans", "LiberationMono", "Cabin-", "ComicNeue-", "Comfortaa-"],
+    "validation": ["Carlito-", "Courier Prime Sans"],
+    "test": ["LiberationSerif", "Dosis-"],
+}
+FONT_SKIP = ("ExtraLight", "MathTeX", "Light", "Courier Prime Code")
+
+
+@dataclass
+class Card:
+    """pixels: uint8 [112, 112, 3]. answer: the text on the card. cells: int8 [8, 8], digit number in the answer, or -1."""
+
+    pixels: np.ndarray
+    answer: str
+    cells: np.ndarray
+
+
+def digit_splits(sheet_png: Path) -> dict[str, np.ndarray]:
+    """OpenCV's digits.png (50 rows of 100 glyphs, 500 per digit) -> uint8 [10, n, 20, 20] per split: 400 / 50 / 50."""
+    sheet = cv2.imread(str(sheet_png), cv2.IMREAD_GRAYSCALE)
+    glyphs = sheet.reshape(50, 20, 100, 20).swapaxes(1, 2).reshape(10, 500, 20, 20)
+    return dict(zip(SPLITS, np.split(glyphs, [400, 450], axis=1), strict=True))
+
+
+def ground_and_ink(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """A ground [112, 112, 3], plain or shaded, and an ink colour [3] that stands out from it (floats in 0..1)."""
+    while True:
+        ground, ink = rng.uniform(0, 1, 3), rng.uniform(0, 1, 3)
+        if rng.random() < 0.3:  # black or white ink, or a grey ground, are common in print
+            ink = np.full(3, float(rng.integers(2)))
+        if rng.random() < 0.3:
+            ground = np.full(3, rng.choice([rng.uniform(0, 0.25), rng.uniform(0.75, 1)]))
+        if abs((ground - ink) @ (0.299, 0.587, 0.114)) > 0.4:
+            break
+    canvas = np.broadcast_to(ground, (SIZE, SIZE, 3)).copy()
+    if rng.random() < 0.4:
+        y, x = np.mgrid[-1 : 1 : SIZE * 1j, -1 : 1 : SIZE * 1j]
+        angle = rng.uniform(0, 2 * np.pi)
+        canvas += (rng.uniform(0.02, 0.1) * (np.cos(angle) * x + np.sin(angle) * y))[..., None]
+    return canvas, ink
+
+
+def finish(rng: np.random.Generator, canvas: np.ndarray, blur: float = 0.9) -> np.ndarray:
+    """Blur and noise as a cheap camera would; to uint8."""
+    if rng.random() < 0.4:
+        canvas = cv2.GaussianBlur(canvas, (0, 0), rng.uniform(0.3, blur))
+    if rng.random() < 0.4:
+        canvas = canvas + rng.normal(0, rng.uniform(0.01, 0.06), canvas.shape)
+    return (canvas.clip(0, 1) * 255).round().astype(np.uint8)
+
+
+def mark(cells: np.ndarray, value: int, top: float, left: float, bottom: float, right: float) -> None:
+    """Give `value` to the cells whose centre lies in the box (pixels)."""
+    centre = (np.arange(GRID) + 0.5) * SIZE / GRID
+    cells[np.ix_((centre >= top) & (centre < bottom), (centre >= left) & (centre < right))] = value
+
+
+def digits_card(rng: np.random.Generator, glyphs: np.ndarray, length: int) -> Card:
+    """`length` (1, 2 or 3) handwritten digits in a row. glyphs: uint8 [10, n, 20, 20]."""
+    canvas, ink = ground_and_ink(rng)
+    low, high = {1: (58, 106), 2: (46, 60), 3: (33, 41)}[length]
+    side, values, cells = int(rng.integers(low, high)), rng.integers(10, size=length), np.full((GRID, GRID), -1, np.int8)
+    step = int(side * (1 if length == 1 else rng.uniform(0.86, 0.94)))  # glyphs have an empty rim
+    width = step * (length - 1) + side
+    top, left = int(rng.integers(0, SIZE - side + 1)), int(rng.integers(0, max(1, SIZE - width + 1)))
+    for i, value in enumerate(values):
+        glyph = glyphs[value, rng.integers(glyphs.shape[1])]
+        cover = cv2.resize(glyph, (side, side), interpolation=cv2.INTER_CUBIC).astype(float).clip(0, 255)[..., None] / 255
+        x = min(left + i * step, SIZE - side)
+        box = canvas[top : top + side, x : x + side]
+        box += cover * (ink - box)
+        mark(cells, i, top + 0.1 * side, x + 0.1 * side, top + 0.9 * side, x + 0.9 * side)
+    return Card(finish(rng, canvas, 1.4 if length == 1 else 0.9), "".join(map(str, values)), cells)
+
+
+def fonts(roots: list[Path], split: str) -> list[Path]:
+    """Font files of a split below the given folders."""
+    files = sorted(f for root in roots for f in root.rglob("*.[to]tf"))
+    files = [f for f in files if not any(s in f.name for s in FONT_SKIP)]
+    return [f for f in files if any(f.name.startswith(p) for p in FONT_SPLITS[split])]
+
+
+def word_card(rng: np.random.Generator, word: str, font_files: list[Path]) -> Card:
+    """A printed word, lower case or (one in four) capitals; the answer is always lower case."""
+    canvas, ink = ground_and_ink(rng)
+    text, file = (word.upper() if rng.random() < 0.25 else word), str(font_files[rng.integers(len(font_files))])
+    width = ImageFont.truetype(file, 100).getlength(text)
+    font = ImageFont.truetype(file, min(64, 100 * rng.uniform(78, 108) / width))
+    left, top, right, bottom = font.getbbox(text)
+    x, y = rng.uniform(1, max(1.5, SIZE - (right - left) - 1)), rng.uniform(2, SIZE - (bottom - top) - 2)
+    mask = Image.new("L", (SIZE, SIZE))
+    ImageDraw.Draw(mask).text((x - left, y - top), text, fill=255, font=font)
+    canvas += (np.asarray(mask, float)[..., None] / 255) * (ink - canvas)
+    cells = np.full((GRID, GRID), -1, np.int8)
+    mark(cells, 0, y - 4, x - 2, y + bottom - top + 4, x + right - left + 2)
+    return Card(finish(rng, canvas, 0.7), word, cells)
+
+
+def captioned(root: Path) -> dict[str, list[Path]]:
+    """Tux Paint's stamps: caption of one or two plain words -> pictures. Letters, signs and money are left out."""
+    found: dict[str, list[Path]] = {}
+    for file in sorted(root.rglob("*.png")):
+        text = file.with_suffix(".txt")
+        if file.relative_to(root).parts[0] in ("symbols", "town") or not text.exists():
+            continue
+        line = re.split(r"[.!,(—–:?]", text.read_text(encoding="utf8").splitlines()[0])[0].strip().lower()
+        line = re.sub(r"^(an?|the|some|another|our|big|two|happy|colorful)\s+", "", line)
+        if re.fullmatch(r"[a-z]{3,}( [a-z]{3,})?", line) and line not in ("boom", "ripe"):
+            found.setdefault(line, []).append(file)
+    return found
+
+
+def picture_card(rng: np.random.Generator, caption: str, picture: Image.Image) -> Card:
+    """A cut-out picture (RGBA) on a random ground: turned, scaled, mirrored, with changed light."""
+    canvas, _ = ground_and_ink(rng)
+    if rng.random() < 0.5:
+        picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    picture = picture.rotate(rng.uniform(-12, 12), Image.Resampling.BICUBIC, expand=True)
+    picture = picture.crop(picture.getbbox())
+    scale = SIZE * rng.uniform(0.7, 1.0) / max(picture.size)
+    size = (max(8, round(picture.width * scale)), max(8, round(picture.height * scale)))
+    array = np.asarray(picture.resize(size, Image.Resampling.LANCZOS), float) / 255
+    colour = ((array[..., :3] - 0.5) * rng.uniform(0.8, 1.15) + 0.5 + rng.uniform(-0.08, 0.08)).clip(0, 1)
+    y, x = int(rng.integers(0, SIZE - size[1] + 1)), int(rng.integers(0, SIZE - size[0] + 1))
+    box = canvas[y : y + size[1], x : x + size[0]]
+    box += array[..., 3:] * (colour - box)
+    cover = np.zeros((SIZE, SIZE), np.float32)
+    cover[y : y + size[1], x : x + size[0]] = array[..., 3]
+    cells = np.where(cv2.resize(cover, (GRID, GRID), interpolation=cv2.INTER_AREA) > 0.3, 0, -1).astype(np.int8)
+    return Card(finish(rng, canvas), caption, cells)
+
+
+def load_picture(file: Path) -> Image.Image:
+    """RGBA, cropped to what is not transparent, at most 256 px."""
+    picture = Image.open(file).convert("RGBA")
+    picture = picture.crop(picture.getbbox())
+    picture.thumbnail((256, 256))
+    return picture
+
+
+def makers(sources: Path, split: str) -> dict[str, Callable[[np.random.Generator], Card]]:
+    """Card makers by kind for a split. sources: a folder with the unpacked Debian packages (see README.md)."""
+    share = sources / "usr/share"
+    glyphs = digit_splits(share / "doc/opencv-doc/examples/data/digits.png")[split]
+    font_files = fonts([share / "fonts"], split)
+    pictures = captioned(share / "tuxpaint/stamps")
+    captions, images = sorted(pictures), {f: load_picture(f) for files in pictures.values() for f in files}
+
+    def picture(rng: np.random.Generator) -> Card:
+        caption = captions[rng.integers(len(captions))]
+        files = pictures[caption]
+        return picture_card(rng, caption, images[files[rng.integers(len(files))]])
+
+    return {
+        "digit": lambda rng: digits_card(rng, glyphs, 1),
+        "number": lambda rng: digits_card(rng, glyphs, int(rng.integers(2, 4))),
+        "word": lambda rng: word_card(rng, WORDS[rng.integers(len(WORDS))], font_files),
+        "picture": picture,
+    }
