@@ -68,6 +68,7 @@ class CompressedLayer(compat.CacheLayerMixin):
         self.full_nbytes = 0
         self._dense: tuple[Tensor, Tensor] | None = None
         self._queries: Tensor | None = None
+        self._drafts: tuple[Tensor, Tensor] | None = None
         self.is_initialized = False
 
     @property
@@ -169,6 +170,10 @@ class CompressedLayer(compat.CacheLayerMixin):
             handle.release()
             return
         keys, values = (t.detach() for t in self._dense or ())
+        if cache.drafted:  # what an assistant guessed behind the prompt is no part of it
+            drafts = slice(keys.shape[-2] - cache.drafted, None)
+            self._drafts = keys[..., drafts, :].clone(), values[..., drafts, :].clone()
+            keys, values, query = (t[..., : -cache.drafted, :] for t in (keys, values, query))
         prompt, positions = cache.columns(self.ordinal)
         view = PrefillView(
             self.layer_idx, self.ordinal, query, scaling, cache, self.state, self.counts,
@@ -181,12 +186,21 @@ class CompressedLayer(compat.CacheLayerMixin):
         self.segments = Segments.from_dense(keys, values, keep.expand(batch, heads, columns), positions)
         self.prompt_slots = int(cache.full_prompt.lengths.sum()) * heads
         per_slot = (keys.shape[-1] + values.shape[-1]) * keys.element_size()
-        self.prompt_columns = self.decoded_from = self.seen
-        self.full_nbytes = per_slot * heads * batch * self.seen
+        self.prompt_columns = self.decoded_from = columns
+        self.full_nbytes = per_slot * heads * batch * columns
         cache.note_peak()
         self._dense = self._queries = None
         handle.release()
         cache.end_layer(self)
+
+    def store_drafts(self) -> None:
+        """Once the prompt is compressed, adds what came with it but behind it; a crop takes rejected tokens back."""
+        if self._drafts is not None and self.segments is not None:
+            keys, values = self._drafts
+            batch, _, count, _ = keys.shape
+            positions = torch.arange(self.seen - count, self.seen, device=keys.device)
+            self.segments.append(keys, values, positions.expand(batch, count))
+            self._drafts = None
 
     def attend(self, query: Tensor, mask: Mask | None, scaling: float) -> Tensor:
         """Attention of query [B, Hq, q, D] over the stored slots; returns [B, q, Hq, Dv]."""
@@ -290,6 +304,8 @@ class CompressedCache(compat.Cache):
         self.model_state: list[Any] = []  # M-RoPE offsets that some models keep on themselves between calls
         self.forward_tokens: int | None = None
         self.last_chunk = True
+        self.drafted = 0  # tokens behind the prompt in the pass that completes it (assisted decoding)
+        self._prefilling = False
         self.peak_nbytes = 0
         self.prefill_seconds = 0.0
         self.steps: list[tuple[int, float]] = []  # tokens and seconds of each forward pass after the prompt
@@ -371,15 +387,18 @@ class CompressedCache(compat.Cache):
         """Before a forward pass over `new` tokens.
 
         `prompt` describes them and is needed until the cache is `prefilled`; `total` is the length of a prefill that
-        comes in chunks, None for one that comes whole; `itemsize` is the bytes of one key element.
+        comes in chunks or together with drafted tokens, None for one that comes whole and alone; `itemsize` is the
+        bytes of one key element.
         """
         if self.forward_tokens is not None:
             raise CacheInUseError(
                 "an earlier forward pass with this cache failed half-way; start again with a new cache"
             )
-        if prompt is not None and not self.prefilled:
+        self._prefilling = not self.prefilled
+        if prompt is not None and self._prefilling:
             self.last_chunk = total is None or self.seen + new >= total
-            self._take_prompt(prompt, itemsize)
+            self.drafted = 0 if total is None else max(0, self.seen + new - total)
+            self._take_prompt(prompt.crop(new - self.drafted), itemsize)
         if self.trace is not None:
             self.trace.append({})
         self.forward_tokens = new
@@ -388,11 +407,12 @@ class CompressedCache(compat.Cache):
     def _take_prompt(self, prompt: PromptMap, itemsize: int) -> None:
         method = self.method
         self.prompt = prompt if self.prompt is None else self.prompt.concat(prompt)
+        if method.drop_hidden_after is not None and (self.drafted or not self.last_chunk):
+            raise UnsupportedModeError(
+                f"{method.name} with drop_hidden_states needs the whole prompt at once and nothing else; remove "
+                "prefill_chunk_size, and generate without an assistant"
+            )
         if not self.last_chunk:
-            if method.drop_hidden_after is not None:
-                raise UnsupportedModeError(
-                    f"{method.name} with drop_hidden_states needs the whole prompt at once; remove prefill_chunk_size"
-                )
             return
         self.geometry = self._measure(itemsize)
         if method.visual_only and not bool(self.prompt.visual.any()):
@@ -405,10 +425,10 @@ class CompressedCache(compat.Cache):
     def end_forward(self, model_state: list[Any]) -> None:
         """After the forward pass; `model_state` is what the model keeps on itself (M-RoPE offsets)."""
         seconds = time.perf_counter() - self._started
-        if self.seen > self.prompt_columns:
-            self.steps.append((self.forward_tokens or 0, seconds))
-        else:
+        if self._prefilling:
             self.prefill_seconds += seconds
+        else:
+            self.steps.append((self.forward_tokens or 0, seconds))
         self.model_state = model_state
         self.forward_tokens = None
 
@@ -431,6 +451,7 @@ class CompressedCache(compat.Cache):
                 stored = int(done.segments.lengths.sum()) if done.segments is not None else 0
                 offloaded = sum(memory.extra_slots for memory in done.extra_memory)
                 done.counts.add(evicted=done.prompt_slots - stored - offloaded)
+                done.store_drafts()
             self.note_peak()
 
     def columns(self, ordinal: int) -> tuple[PromptMap, Tensor]:

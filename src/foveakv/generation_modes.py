@@ -16,6 +16,11 @@ def _setting(model: Any, kwargs: dict[str, Any], name: str) -> Any:
     return getattr(config, name, None)
 
 
+def _assisted(model: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether tokens are drafted and verified several at a time."""
+    return kwargs.get("assistant_model") is not None or bool(_setting(model, kwargs, "prompt_lookup_num_tokens"))
+
+
 def check_generate(model: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raises `UnsupportedModeError` for modes that would bypass the method or break its state."""
     if _setting(model, kwargs, "use_cache") is False:
@@ -33,17 +38,16 @@ def check_generate(model: Any, method: Method, args: tuple[Any, ...], kwargs: di
         raise UnsupportedModeError(
             f"{method.name} forms no attention weights over stored slots; remove output_attentions"
         )
-    assisted = kwargs.get("assistant_model") is not None or _setting(model, kwargs, "prompt_lookup_num_tokens")
-    if assisted and method.evicts_while_decoding:
+    if _assisted(model, kwargs) and method.evicts_while_decoding:
         raise UnsupportedModeError(
             f"{method.name} evicts while decoding, so rejected draft tokens cannot be taken back; use a method that "
             "evicts at prefill only (snapkv, adakv, hybridkv), or generate without an assistant"
         )
 
 
-def chunked_prefill_total(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """Context length at the end of a prefill that `generate` will feed in chunks; None when it comes whole."""
-    if not _setting(model, kwargs, "prefill_chunk_size"):
+def prefill_total(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Length of a prompt that comes in chunks, or with drafted tokens behind it; None when it comes whole and alone."""
+    if not (_setting(model, kwargs, "prefill_chunk_size") or _assisted(model, kwargs)):
         return None
     inputs = args[0] if args else None
     for name in ("inputs", "input_ids", "inputs_embeds"):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from foveakv import attention, compat, families, hidden
 from foveakv.cache import CompressedCache
 from foveakv.errors import CacheInUseError, MethodError, UnsupportedModeError, UnsupportedModelError
-from foveakv.generation_modes import check_generate, chunked_prefill_total
+from foveakv.generation_modes import check_generate, prefill_total
 from foveakv.methods import Method
 from foveakv.prompt import PromptMap
 from foveakv.report import Report
@@ -135,7 +135,7 @@ class Attachment:
             local = self._local
             outer, local.generating = getattr(local, "generating", False), True
             try:
-                with self.prefill_of(chunked_prefill_total(model, args, kwargs)):
+                with self.prefill_of(prefill_total(model, args, kwargs)):
                     return original(*args, **kwargs)
             finally:
                 local.generating = outer
@@ -178,17 +178,17 @@ class Attachment:
                 raise UnsupportedModeError("a compressed model needs input_ids or inputs_embeds")
             # Ids that match no placeholder: all text, unless mm_token_type_ids says otherwise.
             ids = torch.full(embeds.shape[:2], -1, device=embeds.device)
-        new = ids.shape[1]
+        new, total = ids.shape[1], getattr(local, "total", None)
         prompt = None
         if not cache.prefilled:
             prompt = PromptMap.from_inputs(
                 model.config,
                 ids,
                 _last(kwargs.get("attention_mask"), new),
-                _last(kwargs.get("mm_token_type_ids"), new),
+                _last(kwargs.get("mm_token_type_ids"), new, total),
                 _last(kwargs.get("token_type_ids"), new),
             )
-        cache.begin_forward(new, prompt, getattr(local, "total", None), model.dtype.itemsize)
+        cache.begin_forward(new, prompt, total, model.dtype.itemsize)
         local.cache = cache
 
     def _after(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -198,10 +198,15 @@ class Attachment:
             self._local.cache = None
 
 
-def _last(mask: Any, columns: int) -> Tensor | None:
-    """The newest columns of a 2-D mask or type map that covers the whole context; 4-D masks say nothing of padding."""
+def _last(mask: Any, columns: int, total: int | None = None) -> Tensor | None:
+    """The newest columns of a 2-D mask or type map that covers the whole context; 4-D masks say nothing of padding.
+
+    transformers leaves a type map of `total` columns as it is when it drafts tokens behind them: these are text, 0.
+    """
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         return None
+    if mask.shape[1] == total and total < columns:
+        mask = nn.functional.pad(mask, (0, columns - total))
     return mask[:, -columns:]
 
 

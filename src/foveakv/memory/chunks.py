@@ -273,7 +273,7 @@ class ChunkStore:
         """Host-side facts that spare the hot path its masks and gathers."""
         rows, count = self._digest.tolist(), self._count[self._stored]
         self._straight = rows == list(range(len(self.digests)))
-        self._equal = bool((self._slots == self._table.shape[1]).all()) and bool((count == self.digests.shape[-1]).all())
+        self._equal = bool(((self._slots == self._table.shape[1]) & (count == self.digests.shape[-1])).all())
         self._asked = int(self._slots.sum()) * self.chunk
 
 
