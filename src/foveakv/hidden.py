@@ -73,6 +73,7 @@ def install(layers: nn.ModuleList, active: Callable[[], CompressedCache | None])
             full[batch[valid], index[valid]] = hidden[valid]
             hidden = full
         cache.dropped = None  # the prefill is over; decode steps are not shortened
+        cache.state.pop("_subset_masks", None)
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
     handles = [
