@@ -20,7 +20,7 @@ help:
 demo: $(VENV)/.ready
 	@mkdir -p out
 	@$(VENV)/bin/foveakv compare --model demo --sample 12 --methods full,hae,hybridkv,snapkv,random --budgets 0.2 \
-		--max-new-tokens 16 --json out/demo.json --kept-png out/demo.png
+		--set hybridkv.window=8 --set snapkv.window=8 --max-new-tokens 16 --json out/demo.json --kept-png out/demo.png
 
 test: $(VENV)/.ready
 	@$(VENV)/bin/python -m pytest

@@ -109,7 +109,7 @@ def test_repeats_are_run(model: Any, inputs: dict[str, Any]) -> None:
         model, inputs, [Full()], max_new_tokens=2, repeats=3, progress=lambda label, done, total: calls.append(label)
     )
     assert result.repeats == 3
-    assert calls == ["warm-up", BASELINE, "full"]
+    assert calls == ["warm-up", *[BASELINE, "full"] * 3]
 
 
 def test_one_prompt_only(model: Any) -> None:

@@ -151,10 +151,10 @@ def compare(
         inputs: the inputs of `generate` for one sequence, e.g. from `foveakv.inputs.build_inputs`.
         methods: candidates or plain methods; the baseline is added by itself.
         max_new_tokens: the longest answer.
-        repeats: runs per row; times are medians.
+        repeats: runs per row, in turns; times are medians.
         ignore_eos: generate all `max_new_tokens`, so that every row decodes equally long.
         decode: ids -> text, for the answers.
-        progress: called with (label, rows done, rows in all) before every row.
+        progress: called with (label, runs done, runs in all) before every run.
         backend: decode kernel, see `foveakv.compress`.
 
     A method that fails with one of FoveaKV's errors gets a row with that error; the others run on.
@@ -169,25 +169,26 @@ def compare(
     if ignore_eos:
         limits["min_new_tokens"] = max_new_tokens
     run = _Runner(model, inputs, limits, decode or (lambda tokens: ""), backend)
-    total, rows, prompt = len(chosen) + 1, [], None
-    if progress:
-        progress("warm-up", 0, total)
+    report = progress or (lambda label, done, total: None)
+    total = repeats * (len(chosen) + 1)
+    report("warm-up", 0, total)
     run.warm_up()
-    if progress:
-        progress(BASELINE, 0, total)
-    rows.append(_median_row([run.plain() for _ in range(repeats)]))
-    for done, candidate in enumerate(chosen, start=1):
-        if progress:
-            progress(candidate.label, done, total)
-        try:
-            row = _median_row([run.compressed(candidate) for _ in range(repeats)])
-        except FoveaKVError as error:
-            settings = candidate.method.describe()
-            rows.append(Row(candidate.label, settings, error=f"{type(error).__name__}: {error}"))
-            continue
-        prefix, equal = agreement(rows[0].tokens, row.tokens)
-        rows.append(replace(row, prefix_agreement=prefix, equal_tokens=equal))
-        prompt = run.prompt
+    runs: list[list[Row]] = [[] for _ in range(len(chosen) + 1)]
+    done = 0
+    for _ in range(repeats):  # in turns, so that a busy moment of the machine does not hit one row alone
+        for place, candidate in enumerate([None, *chosen]):
+            report(candidate.label if candidate else BASELINE, done, total)
+            done += 1
+            if not runs[place] or runs[place][-1].error is None:
+                runs[place].append(run.once(candidate))
+    baseline = _median_row(runs[0])
+    rows = [baseline]
+    for row in map(_median_row, runs[1:]):
+        if row.error is None:
+            prefix, equal = agreement(baseline.tokens, row.tokens)
+            row = replace(row, prefix_agreement=prefix, equal_tokens=equal)
+        rows.append(row)
+    prompt = run.prompt
     return Comparison(
         rows=tuple(rows),
         max_new_tokens=max_new_tokens,
@@ -290,6 +291,16 @@ class _Runner:
         with compress(self.model, Full(), backend=self.backend):
             self.model.generate(**self.inputs, **short)
 
+    def once(self, candidate: Candidate | None) -> Row:
+        """One run; with None the baseline's."""
+        if candidate is None:
+            return self.plain()
+        try:
+            return self.compressed(candidate)
+        except FoveaKVError as error:
+            settings = candidate.method.describe()
+            return Row(candidate.label, settings, error=f"{type(error).__name__}: {error}")
+
     def plain(self) -> Row:
         cache = compat.DynamicCache(config=compat.text_config_of(self.model))
         tokens, clock = self._generate(**{compat.cache_argument(self.model): cache})
@@ -355,7 +366,7 @@ def _table(result: Comparison) -> Table:
         title=f"{result.prompt_tokens:,} prompt tokens, {result.visual_tokens:,} of them visual; "
         f"up to {result.max_new_tokens} new tokens",
         title_justify="left",
-        caption="same: leading tokens equal to transformers'. Percent: of full bytes, of transformers' times.",
+        caption="same: leading tokens as transformers'; percent: of full bytes, of transformers' times",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1),

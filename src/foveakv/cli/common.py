@@ -66,11 +66,15 @@ def friendly(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def load_model(name: str, *, device: str | None, dtype: str | None, trust_remote_code: bool) -> Any:
-    """Model and processor, with a status line while they load."""
+    """Model and processor, with a line that says what is going on."""
     quiet_transformers()
     from foveakv import models
 
-    with messages().status(f"loading {name}"):
+    # The embedded model draws its own bar when it has to be put together, and two live displays do not mix.
+    what = "the embedded model (put together on first use)" if name == models.DEMO else name
+    with contextlib.nullcontext() if name == models.DEMO else messages().status(f"loading {escape(what)}"):
+        if name == models.DEMO:
+            messages().print(f"loading {what}", highlight=False)
         return models.load(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
 
 

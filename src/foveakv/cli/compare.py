@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,6 +27,24 @@ if TYPE_CHECKING:
     from foveakv.compare import Candidate, Comparison
 
 
+@dataclass(frozen=True)
+class _Task:
+    """A prompt with its pictures and, where it is known, the right answer."""
+
+    text: str
+    pictures: Sequence[Any]
+    captions: Sequence[str]
+    question: str
+    expected: str | None = None
+
+    @classmethod
+    def of_sample(cls, images: int, kind: str, ask_all: bool) -> _Task:
+        from foveakv.embedded import sample_prompt
+
+        sample = sample_prompt(images, kind=kind, ask=-1 if ask_all else None)
+        return cls(sample.text, sample.images, sample.captions, sample.question.strip(), sample.answer)
+
+
 @common.friendly
 def compare(
     model: ModelOption = "demo",
@@ -34,6 +53,10 @@ def compare(
     sample: Annotated[
         int | None, typer.Option(min=1, help="Use the embedded model's sample prompt with this many pictures instead.")
     ] = None,
+    sample_kind: Annotated[str, typer.Option(help="What the sample pictures show: digit, number or word.")] = "digit",
+    ask_all: Annotated[
+        bool, typer.Option("--ask-all", help="Ask the sample prompt about all pictures, not one.")
+    ] = False,
     methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "full,hae,hybridkv,snapkv,random",
     budgets: Annotated[
         str, typer.Option(help="Budgets, separated by commas, for the methods that take one.")
@@ -73,16 +96,13 @@ def compare(
     if kept_png is not None and not (image or sample):
         raise InputError("--kept-png needs pictures: give --image or --sample")
     chosen = _candidates(_names(methods, "methods"), _names(budgets, "budgets"), set_ or [])
-    pictures: Sequence[Any] = read_images(image or [])
-    expected, captions, question = None, [Path(name).name for name in image or []], prompt or ""
     if sample is not None:
-        from foveakv.embedded import sample_prompt
-
-        example = sample_prompt(sample)
-        pictures, expected, captions, prompt = example.images, example.answer, list(example.captions), example.text
-        question = example.question
+        task = _Task.of_sample(sample, sample_kind, ask_all)
+    else:
+        files = image or []
+        task = _Task(prompt or "", read_images(files), [Path(name).name for name in files], prompt or "")
     loaded = common.load_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    inputs = build_inputs(loaded.processor, prompt or "", pictures, model=loaded.model)
+    inputs = build_inputs(loaded.processor, task.text, task.pictures, model=loaded.model)
     tokenizer = getattr(loaded.processor, "tokenizer", loaded.processor)
     with common.messages().status("warming up") as status:
         result = run(
@@ -90,8 +110,8 @@ def compare(
             decode=lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
             progress=lambda label, done, total: status.update(f"{escape(label)} ({done} of {total})"),
         )  # fmt: skip
-    _print(result, question, expected)
-    _write(result, pictures, captions, question, expected, json, plot, kept_png)
+    _print(result, task)
+    _write(result, task, json, plot, kept_png)
     if result.failures:
         raise typer.Exit(common.EXIT_CODE)
 
@@ -120,11 +140,11 @@ def _candidates(names: list[str], budgets: list[str], assignments: list[str]) ->
     return candidates(names, values, {name: parse_assignments(name, own) for name, own in grouped.items()})
 
 
-def _print(result: Comparison, question: str, expected: str | None) -> None:
+def _print(result: Comparison, task: _Task) -> None:
     out = common.output()
-    out.print(f"[bold]question[/bold]  {escape(question)}", highlight=False)
-    if expected is not None:
-        out.print(f"[bold]expected[/bold]  {escape(expected)}", highlight=False)
+    out.print(f"[bold]question[/bold]  {escape(task.question)}", highlight=False)
+    if task.expected is not None:
+        out.print(f"[bold]expected[/bold]  {escape(task.expected)}", highlight=False)
     out.print(result.table())
     for row in result.rows:
         for note in row.notes:
@@ -135,18 +155,9 @@ def _print(result: Comparison, question: str, expected: str | None) -> None:
         )
 
 
-def _write(
-    result: Comparison,
-    pictures: Sequence[Any],
-    captions: Sequence[str],
-    question: str,
-    expected: str | None,
-    json: Path | None,
-    plot: Path | None,
-    kept_png: Path | None,
-) -> None:
+def _write(result: Comparison, task: _Task, json: Path | None, plot: Path | None, kept_png: Path | None) -> None:
     if json is not None:
-        common.write_json(json, {"question": question, "expected": expected, **result.to_dict()})
+        common.write_json(json, {"question": task.question, "expected": task.expected, **result.to_dict()})
     if plot is not None:
         from foveakv.viz import draw_comparison
 
@@ -155,9 +166,9 @@ def _write(
     if kept_png is not None:
         from foveakv.viz import draw_kept
 
-        title = question if expected is None else f"{question}   expected: {expected}"
+        title = task.question + ("" if task.expected is None else f"   (expected: {task.expected})")
         with common.replacing(kept_png) as temporary:
-            draw_kept(temporary, pictures, result, captions=captions, title=title)
+            draw_kept(temporary, task.pictures, result, captions=task.captions, title=title)
     for path in (json, plot, kept_png):
         if path is not None:
             common.messages().print(f"wrote {path}", highlight=False)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
 from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
@@ -51,6 +53,7 @@ def models(
     """List the model families that are tested, and those that cannot be compressed, with the reason."""
     common.quiet_transformers()
     from foveakv.families import FAMILIES
+    from foveakv.models import KNOWN
 
     rows = [(family.model_type, family.title, family_status(family)) for family in FAMILIES]
     titles = ("model type", "family", "status")
@@ -58,12 +61,20 @@ def models(
         rule = ("---",) * len(titles)
         typer.echo("\n".join("| " + " | ".join(row) + " |" for row in (titles, rule, *rows)))
         return
-    table = Table()
-    for title in titles:
-        table.add_column(title, overflow="fold")
-    for row in [("demo", "the embedded model (a small LLaVA)", "tested"), *rows]:
-        table.add_row(*row)
-    common.output().print(table)
+    out = common.output()
+    known = [(model.name, f"{model.size:.2g} B", model.what, model.needs) for model in KNOWN]
+    out.print(_table("models to begin with", ("name for --model", "size", "what", "needs"), known))
+    out.print(_table("families; any folder or hub id of one of them loads", titles, rows))
+
+
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    table.add_column(columns[0], no_wrap=True)
+    for column in columns[1:]:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table
 
 
 def family_status(family: Family) -> str:
