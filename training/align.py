@@ -44,7 +44,9 @@ class Alignment:
     def _concept(answer: str, tokenizer: Tokenizer, embedding: torch.Tensor) -> torch.Tensor:
         """[hidden]: mean embedding of the answer's tokens, with and without a space in front."""
         forms = [answer] if answer.isdigit() else [answer, f" {answer}"]
-        return torch.stack([embedding[tokenizer.encode(f, add_special_tokens=False).ids].mean(0) for f in forms]).mean(0)
+        return torch.stack([embedding[tokenizer.encode(f, add_special_tokens=False).ids].mean(0) for f in forms]).mean(
+            0
+        )
 
     def outputs(self, projector: nn.Module, pool: Pool, rows: np.ndarray) -> tuple[torch.Tensor, ...]:
         """Centred outputs and labels of the shown cells ([n, hidden], [n]) and of the means of the cards that show one

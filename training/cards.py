@@ -23,18 +23,22 @@ NAMES = (
     "Adam Anna Ben Daniel George Helen Jack James Jane John Lily Mark Martin Max Michael Peter Robert Sam Simon Thomas"
 ).split()
 
-WORDS = (  # nouns of 3 to 6 letters, each one token of the text model with and without a space in front
-    "apple arm art baby bag ball band bar bath bean bear bed bee bell belt bird boat body bone book boot box boy bread "
-    "bridge brush bus button camera camp car card castle cat chain chair child church circle city clock cloud coat coin "
-    "cook corn cup doctor dog door ear earth egg engine eye face farm field finger fire fish flag floor flower food foot "
-    "forest fox fruit game gate girl glass gold grain grass hair hall hand hat head heart hill hook horse house ice ink "
-    "iron jam jar key king lake lamp_ land leaf leg letter lion lip lock map market mask meal meat metal milk money moon "
-    "mother mouse mouth movie mud music nail neck nest net night nose nut oil orange oven owl page pan paper park party "
-    "pen phone photo pie pig pin pipe plane planet plant plate pool pot radio rain rat rice ring river road robot rock "
-    "room root rose rug salt sand school sea seat seed sheet ship shirt shop skin sky snake snow sock soup spring star "
-    "stone storm street string sugar summer sun table tail tank toe tooth tower town track train tree tube van wall "
-    "watch water wave wheel window wine wing winter wire wolf wood yard"
-).replace("lamp_ ", "").split()
+WORDS = (
+    (  # nouns of 3 to 6 letters, each one token of the text model with and without a space in front
+        "apple arm art baby bag ball band bar bath bean bear bed bee bell belt bird boat body bone book boot box boy bread "
+        "bridge brush bus button camera camp car card castle cat chain chair child church circle city clock cloud coat coin "
+        "cook corn cup doctor dog door ear earth egg engine eye face farm field finger fire fish flag floor flower food foot "
+        "forest fox fruit game gate girl glass gold grain grass hair hall hand hat head heart hill hook horse house ice ink "
+        "iron jam jar key king lake lamp_ land leaf leg letter lion lip lock map market mask meal meat metal milk money moon "
+        "mother mouse mouth movie mud music nail neck nest net night nose nut oil orange oven owl page pan paper park party "
+        "pen phone photo pie pig pin pipe plane planet plant plate pool pot radio rain rat rice ring river road robot rock "
+        "room root rose rug salt sand school sea seat seed sheet ship shirt shop skin sky snake snow sock soup spring star "
+        "stone storm street string sugar summer sun table tail tank toe tooth tower town track train tree tube van wall "
+        "watch water wave wheel window wine wing winter wire wolf wood yard"
+    )
+    .replace("lamp_ ", "")
+    .split()
+)
 
 FONT_SPLITS = {  # file name patterns; a font family is in one split only
     "train": ["DejaVuSans", "DejaVuSerif", "LiberationSans", "LiberationMono", "Cabin-", "ComicNeue-", "Comfortaa-"],
@@ -97,13 +101,19 @@ def digits_card(rng: np.random.Generator, glyphs: np.ndarray, length: int) -> Ca
     """`length` (1, 2 or 3) handwritten digits in a row. glyphs: uint8 [10, n, 20, 20]."""
     canvas, ink = ground_and_ink(rng)
     low, high = {1: (58, 106), 2: (46, 60), 3: (33, 41)}[length]
-    side, values, cells = int(rng.integers(low, high)), rng.integers(10, size=length), np.full((GRID, GRID), -1, np.int8)
+    side, values, cells = (
+        int(rng.integers(low, high)),
+        rng.integers(10, size=length),
+        np.full((GRID, GRID), -1, np.int8),
+    )
     step = int(side * (1 if length == 1 else rng.uniform(0.86, 0.94)))  # glyphs have an empty rim
     width = step * (length - 1) + side
     top, left = int(rng.integers(0, SIZE - side + 1)), int(rng.integers(0, max(1, SIZE - width + 1)))
     for i, value in enumerate(values):
         glyph = glyphs[value, rng.integers(glyphs.shape[1])]
-        cover = cv2.resize(glyph, (side, side), interpolation=cv2.INTER_CUBIC).astype(float).clip(0, 255)[..., None] / 255
+        cover = (
+            cv2.resize(glyph, (side, side), interpolation=cv2.INTER_CUBIC).astype(float).clip(0, 255)[..., None] / 255
+        )
         x = min(left + i * step, SIZE - side)
         box = canvas[top : top + side, x : x + side]
         box += cover * (ink - box)

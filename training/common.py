@@ -16,6 +16,7 @@ from transformers import AttentionInterface, LlavaForConditionalGeneration
 
 from foveakv.embedded.convert import TextFile, vision_state
 from foveakv.embedded.network import IMAGE_TOKENS, Adapter, image_token_id, skeleton
+from foveakv.embedded.samples import ALL_CARDS
 
 RANK, ALPHA = 16, 32
 
@@ -45,7 +46,13 @@ def read_pools(run: Path, split: str) -> dict[str, Pool]:
 
 
 def causal_attention(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: None, scaling: float, **_: object
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: None,
+    scaling: float,
+    **_: object,
 ) -> tuple[torch.Tensor, None]:
     """bf16 attention over [B, heads, L, D] as two large products; its backward costs half of CPU SDPA's."""
     (batch, heads, length, size), groups = query.shape, key.shape[1]
@@ -122,15 +129,38 @@ class Student(nn.Module):
         updates = {path.replace("/", "."): (layer.A, layer.B) for path, layer in self.low_rank.items()}
         return Adapter(dict(self.projector.state_dict()), updates, ALPHA / RANK, LAYERS, info)
 
-    def forward(self, ids: torch.Tensor, features: torch.Tensor, image_id: int, targets: torch.Tensor) -> torch.Tensor:
-        """ids [B, L], right padded; features [images of the batch in order, 64, 1152]; targets [B, L], -100 where not
-        asked. Returns the logits [asked, vocabulary] for the asked positions; position i predicts target i + 1."""
+    def forward(self, batch: Batch, image_id: int) -> torch.Tensor:
+        """Logits [asked tokens of the batch, vocabulary], in the order of `batch.targets[batch.targets >= 0]`."""
         with torch.autocast("cpu", torch.bfloat16):
-            embedded = self.text.embed_tokens(ids)
-            seen = self.projector(features).flatten(0, 1).float()
-            embedded = embedded.masked_scatter((ids == image_id)[..., None], seen)
-            hidden = self.text(inputs_embeds=embedded, use_cache=False).last_hidden_state
-            return F.linear(hidden[:, :-1][targets[:, 1:] >= 0], self.head).float()
+            embedded = self.text.embed_tokens(batch.ids)
+            embedded = embedded.masked_scatter(
+                (batch.ids == image_id)[..., None], self.projector(batch.features).float()
+            )
+            out = self.text(inputs_embeds=embedded, position_ids=batch.positions, use_cache=False).last_hidden_state
+            return F.linear(out[:, :-1][batch.targets[:, 1:] >= 0], self.head).float()
+
+
+@dataclass
+class Sequence:
+    """Cards and questions. ids, positions: one per token; asked: (start of the answer, its length, kind of question);
+    features: [image tokens, 1152]; cards: how many."""
+
+    ids: list[int]
+    positions: list[int]
+    asked: list[tuple[int, int, str]]
+    features: np.ndarray
+    cards: int
+
+
+@dataclass
+class Batch:
+    """Right-padded sequences: ids, positions, targets [B, L] (-100 where nothing is asked), features [tokens, 1152]."""
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    targets: torch.Tensor
+    features: torch.Tensor
+    cards: int
 
 
 class Tasks:
@@ -144,44 +174,65 @@ class Tasks:
         return ids
 
     def sequence(
-        self, rng: np.random.Generator, kinds: list[str], reverse: float = 0.0, listing: float = 0.0
-    ) -> tuple[list[int], list[tuple[int, int, str]], np.ndarray]:
-        """Token ids; questions as (start of the answer, its length, kind); features of the cards.
+        self,
+        rng: np.random.Generator,
+        kinds: list[str],
+        reverse: float = 0.0,
+        listing: float = 0.0,
+        ground: float = 1.0,
+    ) -> Sequence:
+        """A sequence about one card of every kind given.
 
         Every card is asked once, in random order. With probability `reverse` up to two cards are also asked the other
-        way ("Who has 42? "), with probability `listing` there is "All cards: " (all answers in order).
+        way ("Who has 42? "), with probability `listing` there is "All cards: " (all answers in order). ground: share of
+        the image tokens without content that stay; the others are left out and the positions behind them kept, which
+        makes a step cheaper.
         """
         names = [NAMES[i] for i in rng.permutation(len(NAMES))[: len(kinds)]]
         chosen = [(k, int(rng.integers(len(self.pools[k].answers)))) for k in kinds]
         answers = [self.pools[k].answers[i] for k, i in chosen]
-        features = np.stack([self.pools[k].features[i] for k, i in chosen])
         ids: list[int] = []
-        for name in names:
-            ids += self.encode(f"{name}'s card: ") + [self.image_id] * IMAGE_TOKENS + self.encode("\n")
+        positions: list[int] = []
+        features, after = [], 0
+
+        def add(tokens: list[int], places: np.ndarray | None = None, length: int = 0) -> None:
+            nonlocal after
+            ids.extend(tokens)
+            positions.extend((after + (np.arange(len(tokens)) if places is None else places)).tolist())
+            after += length or len(tokens)
+
+        for name, (kind, row) in zip(names, chosen, strict=True):
+            kept = (self.pools[kind].cells[row] >= 0) | (rng.random(IMAGE_TOKENS) < ground)
+            add(self.encode(f"{name}'s card: "))
+            add([self.image_id] * int(kept.sum()), np.flatnonzero(kept), IMAGE_TOKENS)
+            add(self.encode("\n"))
+            features.append(self.pools[kind].features[row][kept])
         turns = [(f"{name}'s card: ", answer, kind) for name, answer, kind in zip(names, answers, kinds, strict=True)]
         if rng.random() < reverse:
-            turns += [(f"Who has {a}? ", n, "reverse") for n, a in zip(names, answers, strict=True) if answers.count(a) == 1][:2]
+            unique = [(n, a) for n, a in zip(names, answers, strict=True) if answers.count(a) == 1]
+            turns += [(f"Who has {answer}? ", name, "reverse") for name, answer in unique[:2]]
         if rng.random() < listing:
-            turns.append(("All cards: ", ", ".join(answers), "list"))
+            turns.append((ALL_CARDS, ", ".join(answers), "list"))
         asked = []
         for i in rng.permutation(len(turns)):
             question, answer, kind = turns[i]
-            ids += self.encode(question)
+            add(self.encode(question))
             reply = self.encode(f"{answer}\n")
             asked.append((len(ids), len(reply), kind))
-            ids += reply
-        return ids, asked, features
+            add(reply)
+        return Sequence(ids, positions, asked, np.concatenate(features), len(kinds))
 
-    def batch(self, sequences: list) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Right-padded ids [B, L], targets [B, L] (-100: not asked), features [images, 64, 1152] fp32."""
-        length = max(len(ids) for ids, _, _ in sequences)
-        ids, targets = torch.zeros(len(sequences), length, dtype=torch.long), torch.full((len(sequences), length), -100)
-        for row, (tokens, asked, _) in enumerate(sequences):
-            ids[row, : len(tokens)] = torch.tensor(tokens)
-            for start, count, _ in asked:
+    def batch(self, sequences: list[Sequence]) -> Batch:
+        length = max(len(s.ids) for s in sequences)
+        ids, positions = (torch.zeros(len(sequences), length, dtype=torch.long) for _ in range(2))
+        targets = torch.full((len(sequences), length), -100)
+        for row, sequence in enumerate(sequences):
+            ids[row, : len(sequence.ids)] = torch.tensor(sequence.ids)
+            positions[row, : len(sequence.ids)] = torch.tensor(sequence.positions)
+            for start, count, _ in sequence.asked:
                 targets[row, start : start + count] = ids[row, start : start + count]
-        features = torch.from_numpy(np.concatenate([f for _, _, f in sequences])).float()
-        return ids, targets, features
+        features = torch.from_numpy(np.concatenate([s.features for s in sequences])).float()
+        return Batch(ids, positions, targets, features, sum(s.cards for s in sequences))
 
 
 @torch.no_grad()
@@ -193,10 +244,10 @@ def accuracy(
     for _ in range(sequences):
         drawn = [str(k) for k in rng.choice(list(kinds), images, p=list(kinds.values()))]
         sequence = tasks.sequence(rng, drawn, reverse=1.0, listing=1.0) if images > 1 else tasks.sequence(rng, drawn)
-        ids, targets, features = tasks.batch([sequence])
-        guess = student(ids, features, tasks.image_id, targets).argmax(-1)
-        hits = (guess == targets[targets >= 0]).tolist()
-        for _, count, kind in sequence[1]:
+        batch = tasks.batch([sequence])
+        guess = student(batch, tasks.image_id).argmax(-1)
+        hits = (guess == batch.targets[batch.targets >= 0]).tolist()
+        for _, count, kind in sequence.asked:
             right, total = tally.get(kind, (0, 0))
             tally[kind], hits = (right + all(hits[:count]), total + 1), hits[count:]
     return tally

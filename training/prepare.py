@@ -46,7 +46,10 @@ def main() -> None:
             if out.with_suffix(".npy").exists():
                 continue
             pool = POOL[split]
-            count, rng = (pool[kind] if isinstance(pool, dict) else pool), np.random.default_rng([split_number, kind_number])
+            count, rng = (
+                (pool[kind] if isinstance(pool, dict) else pool),
+                np.random.default_rng([split_number, kind_number]),
+            )
             cards = [make[kind](rng) for _ in range(count)]
             pixels = np.stack([card.pixels for card in cards])
             with torch.autocast("cpu", torch.bfloat16, enabled=args.bf16 and split == "train"):

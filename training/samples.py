@@ -1,6 +1,6 @@
 """Render the sample cards that the package ships, from held-out digits and fonts.
 
-    python training/samples.py --sources DEBS
+python training/samples.py --sources DEBS
 """
 
 from __future__ import annotations

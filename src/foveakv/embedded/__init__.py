@@ -1,4 +1,4 @@
-"""The embedded model: a small vision-language model put together from packaged weights, without any download at run time.
+"""The embedded model: a small vision-language model put together from packaged weights; no download at run time.
 
 DINOv2-small and SmolLM2-135M-Instruct, joined by a projector and low-rank updates that this project trained. It reads
 handwritten digits and numbers, printed words and a few hundred drawn pictures from prompts of the form
@@ -12,7 +12,7 @@ handwritten digits and numbers, printed words and a few hundred drawn pictures f
 
 from __future__ import annotations
 
-from foveakv.embedded.assemble import assemble, default_cache
+from foveakv.embedded.assembly import assemble, default_cache
 from foveakv.embedded.samples import Sample, sample_prompt
 
 __all__ = ["Sample", "assemble", "default_cache", "sample_prompt"]

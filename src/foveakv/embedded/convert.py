@@ -123,7 +123,11 @@ class TextFile:
         )
         tokenizer.decoder = decoders.ByteLevel()
         control = 3  # gguf.TokenType.CONTROL
-        special = [AddedToken(n, special=True, normalized=False) for n, kind in zip(names, kinds, strict=True) if kind == control]
+        special = [
+            AddedToken(n, special=True, normalized=False)
+            for n, kind in zip(names, kinds, strict=True)
+            if kind == control
+        ]
         tokenizer.add_special_tokens(special)
         return tokenizer
 

