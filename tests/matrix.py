@@ -115,6 +115,11 @@ class Run:
     trace: Trace = ()
 
 
+def cache_argument(family: str) -> str:
+    """The name under which the family's forward takes a cache in this version of transformers."""
+    return "cache" if families.accepts(family, "cache") else "past_key_values"
+
+
 def cache_of(output: Any) -> Any:
     """The cache that `generate` returns; its name differs between versions of transformers."""
     return output["cache"] if "cache" in output else output["past_key_values"]
@@ -122,6 +127,7 @@ def cache_of(output: Any) -> Any:
 
 def plain(model: Any, inputs: dict[str, Any], **options: Any) -> Run:
     """The same without compression."""
+    torch.manual_seed(0)
     with recorded(model) as logits:
         output = model.generate(**inputs, **{**GREEDY, **options})
     return Run(output.sequences, logits, cache_of(output))
@@ -135,6 +141,7 @@ def plain_batch(family: str) -> Run:
 
 def compressed(model: Any, method: Any, inputs: dict[str, Any], **options: Any) -> Run:
     """Generates inside `compress`, with a trace."""
+    torch.manual_seed(0)
     with foveakv.compress(model, method, trace=True) as session, recorded(model) as logits:
         output = model.generate(**inputs, **{**GREEDY, **options})
         return Run(output.sequences, logits, session.cache, session, list(session.trace))
@@ -146,6 +153,7 @@ def replayed(model: Any, run: Run, inputs: dict[str, Any], **options: Any) -> Ru
     if after is not None:
         after = run.cache.compressed[after].layer_idx
         left = stayed(run.trace, inputs["input_ids"].shape[1], after)
+    torch.manual_seed(0)
     with masked(model, run.trace, left=left, left_after=after or 0), recorded(model) as logits:
         output = model.generate(**inputs, **{**GREEDY, **options})
     return Run(output.sequences, logits, cache_of(output))
