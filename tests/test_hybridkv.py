@@ -369,14 +369,15 @@ def test_one_decode_step_with_a_budget_smaller_than_a_chunk_keeps_the_newest() -
 
 def test_slots_are_evicted_or_kept_or_stored() -> None:
     for inputs in (prompt(), batch().inputs):
-        _, _, session = run(HybridKV(**MIXED), inputs)
+        _, _, session = run(HybridKV(**MIXED, count_digests=False), inputs)
         for layer, report in zip(session.cache.compressed, session.report.layers, strict=True):
             stored = sum(memory.extra_slots for memory in layer.extra_memory)
             assert report.evicted + report.stored_slots + stored == report.full_slots
             static = session.cache.state["hybridkv"]["static"][:, layer.ordinal]
             if not bool(static.any()):
                 assert report.evicted == 0
-            assert report.retrieved >= report.hits > 0 or bool(static.all())
+            assert (report.retrieved > 0) == (not bool(static.all()))
+        assert 0 < session.report.hit_rate < 1
 
 
 @pytest.mark.parametrize("store", ["host", "device", "disk"])
@@ -477,3 +478,19 @@ def test_a_store_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Any)
         run(HybridKV(store="disk", store_dir=str(tmp_path / "gone")))
     run(HybridKV(store="disk", store_dir=str(tmp_path)))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("classify", ["auto", "all_dynamic", "all_static"])
+def test_digests_are_paid_from_the_budget(classify: str) -> None:
+    """Slots and digests together fit the budget; without `count_digests` the digests come on top."""
+    used = {}
+    for counted in (True, False):
+        options = {**MIXED, "classify": classify, "budget": 0.5, "min_budget": 4, "count_digests": counted}
+        _, _, session = run(HybridKV(**options), prompt(), max_new_tokens=1)
+        cache = session.cache
+        heads, context = cache.geometry.heads, int(cache.geometry.contexts[0])
+        digests = sum(store.digests.shape[:2].numel() for layer in cache.compressed for store in layer.extra_memory)
+        used[counted] = int(cache.state["hybridkv"]["slots"].sum()) + digests / 2
+        assert int(cache.state["hybridkv"]["total"]) <= 0.5 * context * heads
+    assert used[True] <= 0.5 * context * heads
+    assert used[True] <= used[False]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from foveakv.budget import allocate_heads, parse_budget
+from foveakv.budget import Geometry, allocate_heads, parse_budget
 from foveakv.errors import CacheInUseError, MethodError, UnsupportedModeError
 from foveakv.memory.chunks import ChunkStore, Place
 from foveakv.memory.segments import Segments
@@ -42,7 +42,10 @@ class HybridKV(Method):
 
     Args:
         budget: slots of the prompt that stay on the device, all heads together: 0.1, "10%", 1024 (tokens per head),
-            "1GB". Digests come on top: 1/16 of the dynamic heads' KV.
+            "1GB".
+        count_digests: True takes the digests (1/16 of the dynamic heads' KV at chunks of 8) out of the budget, so that
+            the device holds no more than it says; at 10% with all heads dynamic that is more than half of it. False
+            puts them on top, as the paper's figures do.
         theta: S from which a head is static.
         theta_quantile: static are the heads from this quantile of the sequence's S upwards, in place of `theta`. All
             layers must be known before the first one can shrink, so the peak is that of a full cache.
@@ -82,6 +85,7 @@ class HybridKV(Method):
     classify: Literal["auto", "all_static", "all_dynamic"] = "auto"
     head_level: bool = True
     type_level: bool = True
+    count_digests: bool = True
 
     name: ClassVar[str] = "hybridkv"
 
@@ -150,6 +154,8 @@ class HybridKV(Method):
         if self._late:
             static = self._static(scores)
         totals = parse_budget(self.budget).slots(geometry).tolist()
+        if self.count_digests:
+            totals = self._less_digests(totals, static, geometry)
         minimum = self.window if self.min_budget is None else self.min_budget
         parts = [
             allocate_heads(
@@ -169,10 +175,25 @@ class HybridKV(Method):
             "static": static,  # [B, L, H]
             "budgets": budgets,  # [B, L, H] slots
             "slots": reserved,  # [B, L, H] slots on the device after the prompt, those for retrieval included
-            "total": torch.tensor(totals),  # [B] slots of the budget
+            "total": torch.tensor(totals),  # [B] slots of the budget, digests taken off
             "nominal": torch.tensor([part.nominal for part in parts]),  # [B] before rounding and trimming
             "digest_bytes": sum(store.digest_nbytes for store in stores),
         }
+
+    def _less_digests(self, totals: list[int], static: Tensor, geometry: Geometry) -> list[int]:
+        """What a budget leaves for slots once every dynamic head's digests are paid for, at least one slot per head.
+
+        A budget of the whole prompt pays nothing: all chunks are resident and no digest is needed.
+        """
+        key_share = geometry.head_dim / (geometry.head_dim + geometry.value_dim)  # a digest is the key half of a slot
+        left = []
+        for total, context, dynamic in zip(
+            totals, geometry.contexts, (~static).flatten(1).sum(-1).tolist(), strict=True
+        ):
+            digests = math.ceil(dynamic * (int(context) // self.chunk_size) * key_share)
+            whole = total >= int(context) * geometry.heads
+            left.append(total if whole else max(total - digests, geometry.heads))
+        return left
 
     def _static(self, scores: Tensor) -> Tensor:
         """Which heads are static, from S [B, H] of one layer or [B, L, H] of all."""
