@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from foveakv import models
-from foveakv.embedded import assembly
-from foveakv.embedded import default_cache, sample_prompt
+from foveakv.embedded import assembly, default_cache, sample_prompt
 from foveakv.embedded.assembly import ADAPTER, MANIFEST, TEXT, VISION, WeightFile, assemble, fingerprint
 from foveakv.embedded.network import Adapter
 from foveakv.errors import InputError, MissingDependencyError, ModelLoadError

@@ -18,27 +18,10 @@ from PIL import Image, ImageDraw, ImageFont
 SIZE, GRID = 112, 8
 SPLITS = ("train", "validation", "test")
 
-NAMES = (
-    "Alice Bob Carol David Emma Frank Grace Henry Ivan Julia Kevin Laura Mary Nancy Oliver Paul Rachel Sarah Tom Victor "
-    "Adam Anna Ben Daniel George Helen Jack James Jane John Lily Mark Martin Max Michael Peter Robert Sam Simon Thomas"
-).split()
-
-WORDS = (
-    (  # nouns of 3 to 6 letters, each one token of the text model with and without a space in front
-        "apple arm art baby bag ball band bar bath bean bear bed bee bell belt bird boat body bone book boot box boy bread "
-        "bridge brush bus button camera camp car card castle cat chain chair child church circle city clock cloud coat coin "
-        "cook corn cup doctor dog door ear earth egg engine eye face farm field finger fire fish flag floor flower food foot "
-        "forest fox fruit game gate girl glass gold grain grass hair hall hand hat head heart hill hook horse house ice ink "
-        "iron jam jar key king lake lamp_ land leaf leg letter lion lip lock map market mask meal meat metal milk money moon "
-        "mother mouse mouth movie mud music nail neck nest net night nose nut oil orange oven owl page pan paper park party "
-        "pen phone photo pie pig pin pipe plane planet plant plate pool pot radio rain rat rice ring river road robot rock "
-        "room root rose rug salt sand school sea seat seed sheet ship shirt shop skin sky snake snow sock soup spring star "
-        "stone storm street string sugar summer sun table tail tank toe tooth tower town track train tree tube van wall "
-        "watch water wave wheel window wine wing winter wire wolf wood yard"
-    )
-    .replace("lamp_ ", "")
-    .split()
-)
+HERE = Path(__file__).parent
+NAMES = (HERE / "names.txt").read_text(encoding="utf8").split()  # 40 first names
+WORDS = (HERE / "words.txt").read_text(encoding="utf8").split()
+"""Nouns of 3 to 6 letters, each one token of the text model with and without a space in front."""
 
 FONT_SPLITS = {  # file name patterns; a font family is in one split only
     "train": ["DejaVuSans", "DejaVuSerif", "LiberationSans", "LiberationMono", "Cabin-", "ComicNeue-", "Comfortaa-"],
@@ -50,7 +33,7 @@ FONT_SKIP = ("ExtraLight", "MathTeX", "Light", "Courier Prime Code")
 
 @dataclass
 class Card:
-    """pixels: uint8 [112, 112, 3]. answer: the text on the card. cells: int8 [8, 8], digit number in the answer, or -1."""
+    """pixels: uint8 [112, 112, 3]. answer: the text on it. cells: int8 [8, 8], which part of the answer, or -1."""
 
     pixels: np.ndarray
     answer: str
@@ -151,7 +134,7 @@ def captioned(root: Path) -> dict[str, list[Path]]:
         text = file.with_suffix(".txt")
         if file.relative_to(root).parts[0] in ("symbols", "town") or not text.exists():
             continue
-        line = re.split(r"[.!,(—–:?]", text.read_text(encoding="utf8").splitlines()[0])[0].strip().lower()
+        line = re.split(r"[.!,(\u2014\u2013:?]", text.read_text(encoding="utf8").splitlines()[0])[0].strip().lower()
         line = re.sub(r"^(an?|the|some|another|our|big|two|happy|colorful)\s+", "", line)
         if re.fullmatch(r"[a-z]{3,}( [a-z]{3,})?", line) and line not in ("boom", "ripe"):
             found.setdefault(line, []).append(file)
