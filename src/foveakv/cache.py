@@ -186,8 +186,9 @@ class CompressedLayer(compat.CacheLayerMixin):
         self.segments = Segments.from_dense(keys, values, keep.expand(batch, heads, columns), positions)
         self.prompt_slots = int(cache.full_prompt.lengths.sum()) * heads
         per_slot = (keys.shape[-1] + values.shape[-1]) * keys.element_size()
-        self.prompt_columns = self.decoded_from = columns
-        self.full_nbytes = per_slot * heads * batch * columns
+        # Not `columns`: a layer may have got fewer when evicted tokens left the residual stream.
+        self.prompt_columns = self.decoded_from = cache.prompt_columns
+        self.full_nbytes = per_slot * heads * batch * cache.prompt_columns
         cache.note_peak()
         self._dense = self._queries = None
         handle.release()
