@@ -489,7 +489,7 @@ def test_digests_are_paid_from_the_budget(classify: str) -> None:
         _, _, session = run(HybridKV(**options), prompt(), max_new_tokens=1)
         cache = session.cache
         heads, context = cache.geometry.heads, int(cache.geometry.contexts[0])
-        digests = sum(store.digests.shape[:2].numel() for layer in cache.compressed for store in layer.extra_memory)
+        digests = sum(len(s.digests) * s.digests.shape[-1] for layer in cache.compressed for s in layer.extra_memory)
         used[counted] = int(cache.state["hybridkv"]["slots"].sum()) + digests / 2
         assert int(cache.state["hybridkv"]["total"]) <= 0.5 * context * heads
     assert used[True] <= 0.5 * context * heads
