@@ -187,15 +187,17 @@ class HAE(Method):
             if self.drop_hidden_states and bool(pruned.any()):
                 view.cache.drop_hidden(shared["hae_keep"])
             if self.ddes:
-                shared["hae_steady"] = self._steady(view.cache, shared["hae_keep"].sum(-1).cpu())
+                lengths = shared["hae_keep"].sum(-1).cpu()
+                steady, recent = self._steady(view.cache, lengths)
+                shared["hae_sizes"] = steady, recent, bool((lengths > steady).any())
         shortened = view.ordinal > 0 and view.cache.dropped is not None  # pruned tokens never came here
         keep = (view.prompt.real if shortened else shared["hae_keep"])[:, None]
         if not self.ddes:
             return keep
         keep = keep.expand(-1, view.keys.shape[1], -1)
         sums = prompt_scores(view, self.prefill_rows)
-        steady, recent = shared["hae_steady"]
-        if bool((keep[:, 0].sum(-1).cpu() > steady).any()):
+        steady, recent, longer = shared["hae_sizes"]
+        if longer:
             before = int(keep.sum())
             keep = self._bin.shrink(sums, keep, steady, recent)
             shared["hae"]["evicted_prompt"] = shared["hae"].get("evicted_prompt", 0) + before - int(keep.sum())
@@ -253,7 +255,8 @@ class HAE(Method):
     def after_prefill(self, cache: CompressedCache) -> None:
         if self.ddes:
             self._bin.open(cache)
-        cache.state.pop("hae_keep", None)
+        for name in ("hae_keep", "hae_sizes"):
+            cache.state.pop(name, None)
 
     def decode(self, view: DecodeView) -> Tensor | None:
         return self._bin.step(view)
