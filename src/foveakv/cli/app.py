@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -35,3 +36,6 @@ def main(
     ] = False,
 ) -> None:
     """Compress the key-value cache of vision-language models, and see what it costs."""
+    # libgomp's threads spin for milliseconds at every barrier. On a machine with other work that makes a decoding step up
+    # to a hundred times slower; a short spin costs nothing where the machine is idle. Read when torch is first imported.
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
