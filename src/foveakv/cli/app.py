@@ -36,6 +36,6 @@ def main(
     ] = False,
 ) -> None:
     """Compress the key-value cache of vision-language models, and see what it costs."""
-    # libgomp's threads spin for milliseconds at every barrier. On a machine with other work that makes a decoding step up
-    # to a hundred times slower; a short spin costs nothing where the machine is idle. Read when torch is first imported.
+    # libgomp's threads spin for milliseconds at every barrier, which on a machine with other work makes a decoding step
+    # up to a hundred times slower. A short spin avoids that. Read when torch is first imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
