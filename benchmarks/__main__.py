@@ -1,4 +1,4 @@
-"""`python -m benchmarks run decode|memory|prefill [options]` and `python -m benchmarks report`."""
+"""`python -m benchmarks run decode|memory|prefill [options]`, `... report` (tables) and `... readme` (README.md)."""
 
 from __future__ import annotations
 
@@ -73,6 +73,14 @@ def report() -> None:
         content = json.loads(path.read_text())
         Console().print(f"\n{content['command']}   {content['machine']['processor']}", highlight=False)
         _show(content["benchmark"], content["rows"])
+
+
+@app.command()
+def readme() -> None:
+    """Writes the README's tables from the result files."""
+    from benchmarks.readme import update
+
+    update()
 
 
 def _show(name: str, rows: list[dict[str, Any]]) -> None:
