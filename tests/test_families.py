@@ -121,6 +121,33 @@ def test_a_compressed_row_of_a_batch_equals_the_row_alone(family: str, name: str
                 assert sorted((theirs[theirs >= 0] - pads).tolist()) == sorted(mine[mine >= 0].tolist())
 
 
+PICTURE = families.Picture()
+ODD = {
+    "one token": [families.Row(())],
+    "two tokens": [families.Row((1,))],
+    "image last": [families.Row((5, PICTURE))],
+    "image first": [families.Row((PICTURE, 7))],
+    "adjacent images": [families.Row((3, PICTURE, families.Picture(seed=5), 9))],
+    "rows without an image": [families.Row((4, PICTURE, 9)), families.Row((30,), 1), families.Row((2,), 2)],
+    "long and short": [families.Row((3, PICTURE, 40)), families.Row((1, families.Picture(seed=2), 1), 1)],
+}
+
+
+@pytest.mark.parametrize("name", matrix.METHODS)
+def test_odd_prompts(name: str) -> None:
+    """With default settings, and with a budget of one token per head where there is a budget."""
+    model = matrix.model("llava", torch.float64)
+    smallest = {"budget": 1} if "budget" in matrix.fields(name) and name != "hae" else {}
+    for label, rows in ODD.items():
+        inputs = families.encode("llava", rows, torch.float64)
+        for method in (foveakv.methods.get(name), matrix.method(name, **smallest)):
+            if method.visual_only and not any(row.pictures for row in rows):
+                continue
+            run = matrix.compressed(model, method, inputs, max_new_tokens=3)
+            want = matrix.replayed(model, run, inputs, max_new_tokens=3)
+            assert largest_difference(run.logits, want.logits) < 1e-6, (label, method)
+
+
 DROPPING = [
     (name, options)
     for name, options in [
