@@ -11,7 +11,18 @@ import pytest
 import torch
 
 from foveakv import compat
-from foveakv.compare import BASELINE, Candidate, StepClock, agreement, candidates, compare, kept_share, storage_nbytes
+from foveakv.compare import (
+    BASELINE,
+    Candidate,
+    StepClock,
+    agreement,
+    candidates,
+    compare,
+    kept_share,
+    one_line,
+    printable,
+    storage_nbytes,
+)
 from foveakv.errors import BudgetError, InputError, MethodError
 from foveakv.methods import Method
 from foveakv.methods.base import PrefillView
@@ -101,6 +112,11 @@ def test_ignore_eos_decodes_to_the_end(model: Any, inputs: dict[str, Any]) -> No
     finally:
         model.generation_config.eos_token_id = None
     assert [len(row.tokens) for row in ended.rows] == [6, 6]
+
+
+def test_control_characters_do_not_reach_the_terminal() -> None:
+    assert printable("a\x1b[31mb\x0e\n\tc\x9b") == "a[31mb\n\tc"
+    assert one_line(" a\x07\n b ") == "a b"
 
 
 def test_repeats_are_run(model: Any, inputs: dict[str, Any]) -> None:

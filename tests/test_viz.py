@@ -28,7 +28,7 @@ def prompt(*parts: tuple[int, int]) -> PromptMap:
 
 def row(label: str, kept: Any = None, **values: Any) -> Row:
     values = {"stored_bytes": 500, "full_bytes": 1000, "token_seconds": 0.01, "prefix_agreement": 0.5} | values
-    return Row(label, {"method": label}, text="an answer", kept=None if kept is None else tuple(kept), **values)
+    return Row(label, {"method": label}, text="costs $3^{ $", kept=None if kept is None else tuple(kept), **values)
 
 
 def comparison(*rows: Row, map_: PromptMap | None = None) -> Comparison:
@@ -81,7 +81,13 @@ def test_kept_png(tmp_path: Path) -> None:
     kept = np.linspace(0, 1, 36)
     result = comparison(row("full", kept), row("hae 0.1", kept), row("broken", error="no"), map_=map_)
     file = tmp_path / "kept.png"
-    draw_kept(file, [tiny_folder.picture(0), tiny_folder.picture(1)], result, captions=["Ann", "Bob"], title="Who?")
+    draw_kept(
+        file,
+        [tiny_folder.picture(0), tiny_folder.picture(1)],
+        result,
+        captions=["Ann", "Bob"],
+        title="Who owes $1 or $2?",
+    )
     with Image.open(file) as image:
         assert image.width > 400
         assert image.height > 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from statistics import median
@@ -385,7 +386,7 @@ def _table(result: Comparison) -> Table:
             stored += f"\n+ {size_text(row.host_bytes)} on the host"
         table.add_row(
             label,
-            escape(" ".join(row.text.split())),
+            escape(one_line(row.text)),
             "" if row.prefix_agreement is None else f"{row.prefix_agreement:.0%}",
             stored,
             f"{row.prefill_seconds:.2f} s {_ratio(row.prefill_seconds, base.prefill_seconds)}",
@@ -398,6 +399,15 @@ def _table(result: Comparison) -> Table:
 
 def _ratio(value: float, reference: float | None) -> str:
     return f"{value / reference:4.0%}" if reference else ""
+
+
+def printable(text: str) -> str:
+    """Without control characters, which a model may write and a terminal would obey; line breaks and tabs stay."""
+    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
+
+
+def one_line(text: str) -> str:
+    return " ".join(printable(text).split())
 
 
 def size_text(size: float) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from foveakv.compare import BASELINE, Comparison, Row, size_text
+from foveakv.compare import BASELINE, Comparison, Row, one_line, size_text
 from foveakv.errors import InputError, MissingDependencyError
 from foveakv.prompt import IMAGE, PromptMap
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _BAR, _REFERENCE_BAR = "#0072B2", "#888888"  # blue and grey: told apart without colour vision by lightness too
+_PLAIN: dict[str, Any] = {"parse_math": False}  # a dollar sign in an answer is a dollar sign
 _DARK = 0.08  # brightness of a patch that no head keeps
 
 
@@ -100,7 +101,7 @@ def draw_kept(
     axes = figure.subplots(len(rows) + 1, len(images), squeeze=False)
     for i, image in enumerate(images):
         axes[0][i].imshow(image)
-        axes[0][i].set_title(captions[i] if i < len(captions) else f"image {i + 1}", fontsize=9)
+        axes[0][i].set_title(captions[i] if i < len(captions) else f"image {i + 1}", fontsize=9, **_PLAIN)
     _row_label(axes[0][0], "pictures", "")
     for line, row in zip(axes[1:], rows, strict=True):
         share = torch.tensor(row.kept)
@@ -114,7 +115,7 @@ def draw_kept(
         for spine in ax.spines.values():
             spine.set_visible(False)
     _brightness_bar(figure, axes)
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(title, fontsize=11, **_PLAIN)
     figure.savefig(path, dpi=110)
 
 
@@ -154,12 +155,14 @@ def draw_comparison(path: str | Path, comparison: Comparison) -> None:
 
 
 def _answer(row: Row) -> str:
-    text = " ".join(row.text.split())
+    text = one_line(row.text)
     return f"answer: {text if len(text) <= 16 else text[:15] + '...'}" if text else ""
 
 
 def _row_label(ax: Any, name: str, below: str) -> None:
-    ax.set_ylabel(f"{name}\n{below}" if below else name, fontsize=9, rotation=0, ha="right", va="center", labelpad=8)
+    ax.set_ylabel(
+        f"{name}\n{below}" if below else name, fontsize=9, rotation=0, ha="right", va="center", labelpad=8, **_PLAIN
+    )
 
 
 def _brightness_bar(figure: Figure, axes: Any) -> None:

@@ -11,6 +11,7 @@ from transformers import TextStreamer
 
 from foveakv import compat
 from foveakv.cli.common import messages
+from foveakv.compare import printable
 
 
 class PrefillBar:
@@ -62,4 +63,4 @@ class EchoStreamer(TextStreamer):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        typer.echo(text, nl=stream_end)
+        typer.echo(printable(text), nl=stream_end)
