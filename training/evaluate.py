@@ -81,11 +81,14 @@ def main() -> None:
     parser.add_argument("--adapter", type=Path, default=ADAPTER)
     parser.add_argument("--cache-dir", type=Path)
     parser.add_argument("--share", type=float, default=1.0, help="share of the questions to ask")
+    parser.add_argument("--only", default="", help="only the checks whose names contain this, or one of these|that")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     args = parser.parse_args()
     loaded, make = load(assemble(args.cache_dir, adapter=args.adapter), device="cpu"), makers(args.sources, args.split)
     results = {}
     for number, (name, (kinds, count, total)) in enumerate(CHECKS.items()):
+        if not any(part in name for part in args.only.split("|")):
+            continue
         rng, right, done, began, wrong = np.random.default_rng([5, number]), 0, 0, time.monotonic(), []
         while done < total * args.share:
             names = [NAMES[i] for i in rng.permutation(len(NAMES))[:count]]
