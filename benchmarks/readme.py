@@ -97,8 +97,8 @@ def _decode(rows: list[dict[str, Any]]) -> str:
             ]
         lines.append(line)
     intro = (
-        f"Decode at a budget of {rows[0]['budget']:.0%}, {rows[0]['geometry']} geometry, against transformers' default path "
-        "and against a preallocated full cache with packed query groups (how many times faster):"
+        f"Decode at a budget of {rows[0]['budget']:.0%}, {rows[0]['geometry']} geometry, against transformers' default "
+        "path and a preallocated full cache with packed query groups (how many times faster):"
     )
     return f"{intro}\n\n{_table(head, lines)}"
 
