@@ -99,7 +99,8 @@ def test_fetch_holds_the_most_relevant_chunks(place: str, q: int) -> None:
     layer = Layer(**RAGGED, place=place)
     layer.store.reserve(layer.segments, torch.tensor([[3, 0, 5], [0, 2, 0]]))
     slots = {(0, 0): 3, (0, 2): 5, (1, 1): 2}
-    held: dict[tuple[int, int], set[int]] = {run: set() for run in slots}
+    held = {(b, h): set(range(layer.counts[b] - n, layer.counts[b])) for (b, h), n in slots.items()}
+    layer.check(held)  # until something is asked for, the newest
     for _ in range(6):
         query = layer.query(q)
         asked, hits = layer.store.fetch(layer.segments, query, 0.25)
@@ -115,7 +116,7 @@ def test_the_same_query_again_copies_nothing() -> None:
     layer.store.reserve(layer.segments, torch.full((2, 3), 3))
     query = layer.query()
     asked, hits = layer.store.fetch(layer.segments, query, 0.25)
-    assert (asked, hits) == (72, 0)
+    assert asked == 72 > hits
     before = layer.segments.positions().clone()
     assert layer.store.fetch(layer.segments, query, 0.25) == (72, 72)
     assert torch.equal(layer.segments.positions(), before)
@@ -151,7 +152,7 @@ def test_mixed_heads_some_complete_some_choosing_some_without_slots() -> None:
     assert layer.store.extra_slots == (10 - 4) * CHUNK
     assert layer.store.digests.shape == (1, DIM, 10)
     query = layer.query()
-    assert layer.store.fetch(layer.segments, query, 0.25) == (4 * CHUNK, 0)
+    assert layer.store.fetch(layer.segments, query, 0.25)[0] == 4 * CHUNK
     layer.check({(0, 0): set(range(10)), (0, 1): layer.best(query, 0, 1, 4), (0, 2): set()})
 
 

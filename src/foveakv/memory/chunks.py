@@ -21,6 +21,7 @@ from foveakv.errors import StoreError
 from foveakv.memory.segments import Segments
 
 Place = Literal["host", "device", "disk"]
+_ROWS = ("_first", "_count", "_sequence", "_digest", "_run", "_offset", "_slots", "_table", "_resident")  # all [n, ...]
 _SCORES_AT_ONCE = 1 << 24  # relevance of a long later turn is computed in blocks of this many scores
 
 
@@ -55,7 +56,7 @@ class ChunkStore:
         self.chunk = chunk
         self.place = place
         self.device = keys.device
-        self.kv_heads = keys.shape[1]
+        self.batch, self.kv_heads = keys.shape[:2]
         sequence, head = heads.cpu().nonzero(as_tuple=True)
         count = (real.sum(-1) // chunk).cpu()[sequence]  # [S]
         order = (~real).to(self.device, torch.int8).argsort(dim=-1, stable=True)  # real columns first, in order
@@ -63,18 +64,20 @@ class ChunkStore:
         self._write_chunks(keys, values, order, stored, directory)
         with torch.inference_mode(False):  # later steps may run outside of inference_mode and write here
             longest = int(count.max()) if len(count) else 0
-            self._positions = positions.to(self.device).gather(1, order)[:, : longest * chunk].to(torch.int32)
-            self._first = (count.cumsum(0) - count).to(self.device)  # [S] first chunk of every stored head
-            self._count = count.to(self.device)  # [S]
-            self._sequence = sequence.to(self.device)  # [S] row of self._positions
-            self._stored = torch.arange(len(count), device=self.device)  # [n] stored head that a row reads
-            self._digest = self._stored  # [n] row of self.digests, which `reserve` shortens
-            self._run = (sequence * self.kv_heads + head).to(self.device)  # [n]
-            self._offset = torch.zeros_like(self._run)  # [n] first retrieval slot of the run
-            self._slots = torch.zeros_like(self._run)  # [n] chunk slots of the run
-            self._table = torch.empty(len(count), 0, dtype=torch.int64, device=self.device)  # [n, K] chunk, -1 = none
+            columns = order[:, : longest * chunk]
+            places = positions.to(self.device).gather(1, columns).to(torch.int32)
+            self._positions = places.view(len(places), longest, chunk)  # [B, P, T]
+            # Per row [n]; at first one row for every stored head.
+            self._first = (count.cumsum(0) - count).to(self.device)  # its first chunk among all
+            self._count = count.to(self.device)  # its chunks
+            self._sequence = sequence.to(self.device)  # row of self._positions
+            self._digest = torch.arange(len(count), device=self.device)  # row of self.digests
+            self._run = (sequence * self.kv_heads + head).to(self.device)
+            self._offset = torch.zeros_like(self._run)  # first retrieval slot of the run
+            self._slots = torch.zeros_like(self._run)  # chunk slots of the run
+            self._table = self._run.new_empty(len(count), 0)  # [n, K] the chunk that lies in a slot
             self._resident = torch.zeros(len(count), longest, dtype=torch.bool, device=self.device)  # [n, P]
-        self._equal = True  # all rows have K slots and P chunks: no masks needed
+        self._equal = False  # all rows have K slots and P chunks: no masks needed
         self._straight = True  # row i reads digest i: no gather needed
         self._asked = 0  # slots that one fetch asks for
         self._outside = int(count.sum()) * chunk
@@ -119,12 +122,9 @@ class ChunkStore:
     @property
     def device_nbytes(self) -> int:
         """Digests, positions and tables; with place "device" the chunks as well."""
-        tables = (
-            self._positions, self._first, self._count, self._sequence, self._stored, self._digest, self._run,
-            self._offset, self._slots, self._table, self._resident,
-        )  # fmt: skip
-        side = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tables if t.numel()}
-        return self.digest_nbytes + sum(side.values()) + (self._store_nbytes if self.place == "device" else 0)
+        tensors = [t for t in vars(self).values() if isinstance(t, Tensor) and t.numel()]
+        every = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+        return every if self.place == "device" else every - self._store_nbytes
 
     @property
     def host_nbytes(self) -> int:
@@ -146,8 +146,8 @@ class ChunkStore:
     def reserve(self, segments: Segments, chunks: Tensor) -> None:
         """Reserves chunk slots behind what the runs hold, chunks[b, h] of them; entries of other heads are ignored.
 
-        A head whose chunks all fit gets them now and for good. One without a chunk slot can never get any: its chunks
-        no longer count as stored.
+        They are filled with the newest chunks. A head whose chunks all fit has no choice to make from then on. One
+        without a chunk slot can never get any: its chunks no longer count as stored.
         """
         run, count = self._run.cpu(), self._count.cpu()
         slots = torch.minimum(chunks.cpu().view(-1)[run], count)
@@ -157,20 +157,22 @@ class ChunkStore:
         self._outside = int((count - slots)[slots > 0].sum()) * self.chunk
         with torch.inference_mode(False):
             self._offset, self._slots = offset.to(self.device), slots.to(self.device)
-            whole = (slots == count).nonzero()[:, 0].to(self.device)
-            row = whole.repeat_interleave(self._count[whole])
-            number = torch.arange(len(row), device=self.device)
-            number -= (self._count[whole].cumsum(0) - self._count[whole]).repeat_interleave(self._count[whole])
-            self._load(segments, row, number, number)
+            row = torch.arange(len(slots)).repeat_interleave(slots)
+            slot = torch.arange(len(row)) - (slots.cumsum(0) - slots)[row]
+            number = (count - slots)[row] + slot
+            self._load(segments, row.to(self.device), number.to(self.device), slot.to(self.device))
             choosing = ((slots < count) & (slots > 0)).nonzero()[:, 0].to(self.device)
-            widest = int(slots[choosing.cpu()].max()) if len(choosing) else 0
             self._select_rows(choosing)
-            self._table = torch.full((len(choosing), widest), -1, dtype=torch.int64, device=self.device)
             if len(choosing) < len(self.digests):
-                longest = int(self._count[choosing].max()) if len(choosing) else 0
-                self.digests = self.digests[choosing, :, :longest].contiguous()
+                self.digests = self.digests[choosing]
+            longest = int(self._count.max()) if len(choosing) else 0
+            if longest < self.digests.shape[-1]:
+                self.digests = self.digests[..., :longest].contiguous()
             self._digest = torch.arange(len(choosing), device=self.device)
-            self._resident = torch.zeros(len(choosing), self.digests.shape[-1], dtype=torch.bool, device=self.device)
+            column, unloaded = torch.arange(longest, device=self.device), (self._count - self._slots)[:, None]
+            self._resident = (column >= unloaded) & (column < self._count[:, None])
+            width = int(self._slots.max()) if len(choosing) else 0
+            self._table = (column[:width] + unloaded).clamp_max(longest - 1)
         self._describe()
 
     def relevance(self, query: Tensor, scaling: float) -> Tensor:
@@ -189,7 +191,7 @@ class ChunkStore:
             if scores.dtype in (torch.float16, torch.bfloat16):
                 scores = scores.float()
             if not self._equal:
-                beyond = torch.arange(digests.shape[-1], device=self.device) >= self._count[self._stored][:, None]
+                beyond = torch.arange(digests.shape[-1], device=self.device) >= self._count[:, None]
                 scores = scores.masked_fill_(beyond[:, None], -torch.inf)
             top = scores.log_softmax(-1).amax(1)
             best = top if best is None else torch.maximum(best, top)
@@ -213,11 +215,11 @@ class ChunkStore:
         else:
             usable = torch.arange(width, device=self.device) < self._slots[:, None]
             wanted.scatter_(1, top, usable)
-        row, number = (wanted & ~self._resident).nonzero(as_tuple=True)
+        row, number = (wanted > self._resident).nonzero(as_tuple=True)
         self._resident = wanted
         if len(row):
             # Rows lack as many chunks as they hold unwanted ones, so the two lists match entry by entry.
-            unwanted = (self._table < 0) | ~wanted.gather(1, self._table.clamp_min(0))
+            unwanted = wanted.gather(1, self._table).logical_not_()
             if usable is not None:
                 unwanted &= usable
             slot = unwanted.nonzero(as_tuple=True)[1]
@@ -229,18 +231,15 @@ class ChunkStore:
         """Copies chunk `number` of a row into its chunk slot `slot`; all three [m]."""
         if not len(row):
             return
-        stored = self._stored[row]
-        index = self._first[stored] + number
+        index = self._first[row] + number
         keys, values = self._read(self._keys, index), self._read(self._values, index)
-        within = torch.arange(self.chunk, device=self.device)
-        tokens = number[:, None] * self.chunk + within  # [m, T]
-        slots = (self._offset[row] + slot * self.chunk)[:, None] + within
+        slots = (self._offset[row] + slot * self.chunk)[:, None] + torch.arange(self.chunk, device=self.device)
         segments.write(
             self._run[row].repeat_interleave(self.chunk),
             slots.view(-1),
             keys.view(len(row) * self.chunk, -1),
             values.view(len(row) * self.chunk, -1),
-            self._positions[self._sequence[stored][:, None], tokens].view(-1),
+            self._positions[self._sequence[row], number].view(-1),
         )
 
     def _read(self, source: Tensor, index: Tensor) -> Tensor:
@@ -256,24 +255,27 @@ class ChunkStore:
 
     def select_sequences(self, index: Tensor) -> None:
         """Sequence i becomes the former sequence index[i]: rows and tables follow, chunks and digests stay."""
-        index = index.to(self.device)
-        sequence = self._run // self.kv_heads
-        new, row = (index[:, None] == sequence[None]).nonzero(as_tuple=True)
+        index = index.cpu()
+        if index.tolist() == list(range(self.batch)):
+            return
+        self.batch = len(index)
+        sequence = self._run.cpu() // self.kv_heads
+        new, row = (index[:, None] == sequence).nonzero(as_tuple=True)
+        new, row = new.to(self.device), row.to(self.device)
         with torch.inference_mode(False):
             self._select_rows(row)
             self._run = new * self.kv_heads + self._run % self.kv_heads
-            self._table, self._resident = self._table[row], self._resident[row]
         self._describe()
 
     def _select_rows(self, row: Tensor) -> None:
-        self._stored, self._digest, self._run = self._stored[row], self._digest[row], self._run[row]
-        self._offset, self._slots = self._offset[row], self._slots[row]
+        for name in _ROWS:
+            setattr(self, name, getattr(self, name)[row])
 
     def _describe(self) -> None:
         """Host-side facts that spare the hot path its masks and gathers."""
-        rows, count = self._digest.tolist(), self._count[self._stored]
-        self._straight = rows == list(range(len(self.digests)))
-        self._equal = bool(((self._slots == self._table.shape[1]) & (count == self.digests.shape[-1])).all())
+        self._straight = self._digest.tolist() == list(range(len(self.digests)))
+        full = (self._slots == self._table.shape[1]) & (self._count == self.digests.shape[-1])
+        self._equal = bool(full.all())
         self._asked = int(self._slots.sum()) * self.chunk
 
 
