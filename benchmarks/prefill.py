@@ -107,6 +107,7 @@ def run(contexts: list[int], budget: float, repeats: int, names: list[str] | Non
         visual = int((prompt["input_ids"] == IMAGE_TOKEN).sum())
         chosen = at_budget(budget, context)
         del chosen["full"]
+        chosen["fastv"] = methods.get("fastv", layer=1)  # two layers leave its default, 2, no later layer
         chosen["hae (drop_hidden_states)"] = methods.get(
             "hae", ddes=False, target_visual_tokens=visual // 4, drop_hidden_states=True
         )
