@@ -23,8 +23,7 @@ class FastV(Method):
 
     A token's score is the attention that the prompt's last token pays to it in the `layer`-th layer, averaged over
     heads (Sec. 4). Layers are counted from 1 among those with a compressed cache, so with layer=2 the second layer
-    scores and the third is the first that drops. The authors' code does the same: it prunes in front of layer index K,
-    counted from 0, by the attention of index K - 1.
+    scores and the third is the first that drops (the paper filters "after layer K" and does not say more).
 
     Args:
         layer: K.

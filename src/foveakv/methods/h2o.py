@@ -26,7 +26,7 @@ class H2O(Method):
     Args:
         budget: tokens that stay, heavy and recent together: a share of the prompt, tokens per head, or bytes.
         heavy_ratio: the heavy hitters' part of the budget, rounded down.
-        per_head_scores: every KV head ranks for itself (as the authors' code does); False sums scores over heads.
+        per_head_scores: every KV head ranks for itself (the paper does not say how heads are joined); False sums scores over heads.
         prefill_rows: which prompt queries count: "all", or a number of sampled rows (ours).
     """
 
