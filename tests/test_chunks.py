@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import resource
 from typing import Any
@@ -207,6 +208,21 @@ def test_selecting_the_same_sequences_is_free_and_keeps_hits() -> None:
     layer.store.select_sequences(torch.tensor([1, 0]))
     layer.segments.select_sequences(torch.tensor([1, 0]))
     assert layer.store.fetch(layer.segments, query[[1, 0]], 0.25) == (asked, asked)
+
+
+def test_a_copy_goes_its_own_way_over_the_same_chunks() -> None:
+    layer = Layer(**RAGGED)
+    layer.store.reserve(layer.segments, torch.full((2, 3), 2))
+    layer.store.fetch(layer.segments, layer.query(), 0.25)
+    other = copy.copy(layer)
+    other.segments, other.store = copy.deepcopy((layer.segments, layer.store))
+    assert other.store._keys is layer.store._keys
+    assert other.store.digests is layer.store.digests
+    for _ in range(2):
+        for one in (layer, other):
+            query = one.query()
+            one.store.fetch(one.segments, query, 0.25)
+            one.check({(b, h): one.best(query, b, h, 2) for b, h in layer.dynamic.nonzero().tolist()})
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -6,8 +6,10 @@ method decides what stays) -> `finish` -> any number of `update` + `attend` (att
 
 from __future__ import annotations
 
+import copy
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -294,6 +296,7 @@ class CompressedCache(compat.Cache):
         self.max_decode_slots = max_decode_slots
         self.trace_wanted = trace
         self.owner: weakref.ref[Any] | None = None  # the model this cache was made for
+        self.hold: Callable[[CompressedCache], None] | None = None  # keeps the model attached for a copy's sake
         self._forget()
 
     def _forget(self) -> None:
@@ -311,6 +314,18 @@ class CompressedCache(compat.Cache):
         self.prefill_seconds = 0.0
         self.steps: list[tuple[int, float]] = []  # tokens and seconds of each forward pass after the prompt
         self._started = 0.0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
+        """A cache of its own in the same state (one prompt, several continuations); model and method are shared."""
+        copied = memo[id(self)] = object.__new__(type(self))
+        for name, value in vars(self).items():
+            shared = name in ("config", "method", "owner", "hold")
+            setattr(copied, name, value if shared else copy.deepcopy(value, memo))
+        for layer in copied.compressed:
+            layer._cache = weakref.ref(copied)
+        if copied.hold is not None:
+            copied.hold(copied)
+        return copied
 
     def reset(self) -> None:
         """Forgets the prompt; the next forward pass begins a new one."""

@@ -247,8 +247,13 @@ def cache_for(
     cache = _new_cache(model, method, backend=backend, trace=trace, max_decode_slots=max_decode_slots)
     if method.drop_hidden_after is not None:
         hidden.check_supported(model)
-    attached.acquire()
-    weakref.finalize(cache, attached.release)
+
+    def hold(cache: CompressedCache) -> None:
+        attached.acquire()
+        weakref.finalize(cache, attached.release)
+
+    cache.hold = hold
+    hold(cache)
     if method.drop_hidden_after is not None:
         attached.use_hidden_hooks()
     return cache

@@ -9,9 +9,10 @@ Chunks never change and are never copied again. Beams and other reorderings only
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -251,7 +252,15 @@ class ChunkStore:
         torch.index_select(source, 0, index, out=staged)
         return staged.to(self.device, non_blocking=True)
 
-    # ---- beams
+    # ---- copies and beams
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ChunkStore:
+        """Tables of its own over the same chunks, which never change."""
+        copied = memo[id(self)] = copy.copy(self)
+        with torch.inference_mode(False):
+            for name in _ROWS:
+                setattr(copied, name, getattr(self, name).clone())
+        return copied
 
     def select_sequences(self, index: Tensor) -> None:
         """Sequence i becomes the former sequence index[i]: rows and tables follow, chunks and digests stay."""
