@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 import unicodedata
 from collections.abc import Callable, Mapping, Sequence
@@ -373,7 +374,7 @@ def _table(result: Comparison) -> Table:
         padding=(0, 1),
     )
     table.add_column("method", no_wrap=True)
-    table.add_column("answer", overflow="ellipsis", no_wrap=True, max_width=32)
+    table.add_column("answer", overflow="fold", min_width=12, max_width=32)  # the one column that gives way
     for title in ("same", "stored", "prefill", "per token"):
         table.add_column(title, justify="right", no_wrap=True)
     for row in result.rows:
@@ -383,10 +384,10 @@ def _table(result: Comparison) -> Table:
             continue
         stored = f"{size_text(row.stored_bytes)} {_ratio(row.stored_bytes, row.full_bytes)}"
         if row.host_bytes:
-            stored += f"\n+ {size_text(row.host_bytes)} on the host"
+            stored += f"\n+ {size_text(row.host_bytes)} host"
         table.add_row(
             label,
-            escape(one_line(row.text)),
+            escape(textwrap.shorten(one_line(row.text), 100, placeholder=" ...")),
             "" if row.prefix_agreement is None else f"{row.prefix_agreement:.0%}",
             stored,
             f"{row.prefill_seconds:.2f} s {_ratio(row.prefill_seconds, base.prefill_seconds)}",
