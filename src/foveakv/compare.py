@@ -387,15 +387,19 @@ def _table(result: Comparison) -> Table:
             stored += f"\n+ {size_text(row.host_bytes)} host"
         table.add_row(
             label,
-            escape(textwrap.shorten(one_line(row.text), 100, placeholder=" ...")),
+            escape(textwrap.shorten(one_line(row.text), 64, placeholder=" ...")),
             "" if row.prefix_agreement is None else f"{row.prefix_agreement:.0%}",
             stored,
             f"{row.prefill_seconds:.2f} s {_ratio(row.prefill_seconds, base.prefill_seconds)}",
             "-"
             if row.token_seconds is None
-            else f"{row.token_seconds * 1e3:.1f} ms {_ratio(row.token_seconds, base.token_seconds)}",
+            else f"{_milliseconds(row.token_seconds)} {_ratio(row.token_seconds, base.token_seconds)}",
         )
     return table
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
 
 
 def _ratio(value: float, reference: float | None) -> str:
