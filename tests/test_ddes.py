@@ -6,7 +6,7 @@ from simulated import Simulation
 from torch import Tensor
 
 from foveakv.budget import Geometry, parse_budget
-from foveakv.methods.ddes import RecycleBin, steady_size
+from foveakv.methods.ddes import RecycleBin
 
 
 def start(scores: list[float], heads: int = 1) -> Tensor:
@@ -238,4 +238,4 @@ def test_shrink_brings_the_prompt_to_the_steady_size():
 def test_steady_size(budget, expected):
     geometry = Geometry(batch=2, contexts=[100, 20], layers=2, kv_heads=2, head_dim=8, value_dim=8, itemsize=4)
     assert geometry.token_bytes == 256
-    assert steady_size(parse_budget(budget), geometry).tolist() == expected
+    assert parse_budget(budget).steady(geometry).tolist() == expected

@@ -110,6 +110,22 @@ class Budget:
             counts = [math.floor(self.value * c) for c in contexts]
         return torch.tensor([_clip(n, c) for n, c in zip(counts, contexts, strict=True)], dtype=torch.int64)
 
+    def steady(self, geometry: Geometry) -> Tensor:
+        """Tokens per head that a method which evicts while decoding settles at: LongTensor [B], at least 1.
+
+        Unlike `tokens` it may exceed the prompt: tokens are taken as they are, and bytes that the prompts leave over
+        are shared equally. A ratio is one of the prompt.
+        """
+        if self.kind == "tokens":
+            return torch.full((geometry.batch,), int(self.value), dtype=torch.int64)
+        tokens = self.tokens(geometry)
+        if self.kind == "bytes":
+            contexts = torch.as_tensor(geometry.contexts, dtype=torch.int64)
+            spare = int(self.value) // geometry.token_bytes - int(contexts.sum())
+            if spare > 0:
+                tokens = contexts + spare // geometry.batch
+        return tokens.clamp_min(1)
+
     def slots(self, geometry: Geometry) -> Tensor:
         """Slots over all layers and heads for each sequence: LongTensor [B].
 

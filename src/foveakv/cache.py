@@ -1,7 +1,8 @@
 """transformers' Cache contract over compressed memory and a method.
 
-Life of a prompt: `begin` (the prompt is known) -> every layer `update` + `end_prefill` (dense attention, then the
-method decides what stays) -> `finish` -> any number of `update` + `attend` (attention over stored slots).
+Life of a prompt: `begin_forward` (the prompt is known) -> every layer `update` + `end_prefill` (dense attention, then
+the method decides what stays), the last one's `end_layer` -> any number of `update` + `attend` (attention over stored
+slots).
 """
 
 from __future__ import annotations
@@ -277,10 +278,7 @@ class CompressedCache(compat.Cache):
         trace: bool = False,
         max_decode_slots: int | None = None,
     ) -> None:
-        if backend != "auto" and backend not in BACKENDS:
-            raise MethodError(f"no attention backend {backend!r}; choose 'auto' or one of {sorted(BACKENDS)}")
-        if max_decode_slots is not None and max_decode_slots < 1:
-            raise MethodError(f"max_decode_slots is a number of tokens, 1 or more, got {max_decode_slots}")
+        check_options(method, backend, max_decode_slots)
         layers: list[Any] = []
         ordinal = 0
         for layer_idx, layer in enumerate(compat.plain_layers(config)):
@@ -391,7 +389,7 @@ class CompressedCache(compat.Cache):
     @property
     def stored_nbytes(self) -> int:
         """Storage bytes on the compute device, all layers (those that transformers keeps included)."""
-        return sum(_layer_nbytes(layer) for layer in self.layers)
+        return sum(layer_nbytes(layer) for layer in self.layers)
 
     def note_peak(self) -> None:
         """Records the present bytes, a running prefill's dense tensors included; called before they fall."""
@@ -414,7 +412,13 @@ class CompressedCache(compat.Cache):
         if prompt is not None and self._prefilling:
             self.last_chunk = total is None or self.seen + new >= total
             self.drafted = 0 if total is None else max(0, self.seen + new - total)
-            self._take_prompt(prompt.crop(new - self.drafted), itemsize)
+            before = self.prompt
+            try:
+                self._take_prompt(prompt.crop(new - self.drafted), itemsize)
+            except Exception:
+                self.prompt, self.geometry = before, None  # as if this call had never been made
+                self.state.clear()
+                raise
         if self.trace is not None:
             self.trace.append({})
         self.forward_tokens = new
@@ -490,6 +494,16 @@ class CompressedCache(compat.Cache):
         )  # fmt: skip
 
 
+def check_options(method: Method, backend: str = "auto", max_decode_slots: int | None = None) -> None:
+    """Raises `MethodError` for options of a cache that mean nothing, alone or with this method."""
+    if backend != "auto" and backend not in BACKENDS:
+        raise MethodError(f"no attention backend {backend!r}; choose 'auto' or one of {sorted(BACKENDS)}")
+    if max_decode_slots is not None and max_decode_slots < 1:
+        raise MethodError(f"max_decode_slots is a number of tokens, 1 or more, got {max_decode_slots}")
+    if max_decode_slots is not None and method.evicts_while_decoding:
+        raise MethodError(f"{method.name} bounds what it stores by its budget; leave max_decode_slots out")
+
+
 def _select_tensors(state: dict[Any, Any], index: Tensor) -> None:
     """Reorders a method's state; by convention its tensors are [B, ...]."""
     for key, value in state.items():
@@ -497,7 +511,8 @@ def _select_tensors(state: dict[Any, Any], index: Tensor) -> None:
             state[key] = value.index_select(0, index.to(value.device))
 
 
-def _layer_nbytes(layer: Any) -> int:
+def layer_nbytes(layer: Any) -> int:
+    """Storage bytes of one cache layer on the compute device, ours or transformers'; each storage counts once."""
     if isinstance(layer, CompressedLayer):
         return layer.device_nbytes
     fields = vars(layer).values()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from foveakv import compat, environment
+from foveakv.cache import layer_nbytes
 from foveakv.errors import FoveaKVError, InputError, MethodError
 from foveakv.methods import Method, find, get
 from foveakv.methods.full import Full
@@ -226,8 +227,7 @@ def kept_share(cache: CompressedCache, sequence: int = 0) -> Tensor:
 
 def storage_nbytes(cache: Any) -> int:
     """Bytes of a transformers cache's tensors, each storage counted once."""
-    tensors = [value for layer in cache.layers for value in vars(layer).values() if isinstance(value, Tensor)]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum(layer_nbytes(layer) for layer in cache.layers)
 
 
 class StepClock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from foveakv.errors import UnsupportedModeError
@@ -16,13 +17,32 @@ def _setting(model: Any, kwargs: dict[str, Any], name: str) -> Any:
     return getattr(config, name, None)
 
 
+def call_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a `generate` call by name, positional ones included."""
+    try:
+        bound = inspect.signature(type(model).generate).bind(model, *args, **kwargs)
+    except TypeError:
+        return dict(kwargs)  # `generate` itself says what is wrong with them
+    named = dict(bound.arguments)
+    for name, parameter in bound.signature.parameters.items():
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            named |= named.pop(name, {})
+    return named
+
+
 def _assisted(model: Any, kwargs: dict[str, Any]) -> bool:
     """Whether tokens are drafted and verified several at a time."""
     return kwargs.get("assistant_model") is not None or bool(_setting(model, kwargs, "prompt_lookup_num_tokens"))
 
 
-def check_generate(model: Any, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises `UnsupportedModeError` for modes that would bypass the method or break its state."""
+def check_generate(model: Any, method: Method, kwargs: dict[str, Any]) -> None:
+    """Raises `UnsupportedModeError` for modes that would bypass the method or break its state.
+
+    kwargs: every argument of the call, see `call_arguments`.
+    """
+    for name in ("assistant_early_exit", "use_mtp"):
+        if _setting(model, kwargs, name):
+            raise UnsupportedModeError(f"{method.name}: drafting with the model's own layers ({name}) is not supported")
     if _setting(model, kwargs, "use_cache") is False:
         raise UnsupportedModeError(f"{method.name}: use_cache=False leaves no cache to compress; remove it")
     implementation = _setting(model, kwargs, "cache_implementation")
@@ -45,13 +65,12 @@ def check_generate(model: Any, method: Method, args: tuple[Any, ...], kwargs: di
         )
 
 
-def prefill_total(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+def prefill_total(model: Any, kwargs: dict[str, Any]) -> int | None:
     """Length of a prompt that comes in chunks, or with drafted tokens behind it; None when it comes whole and alone."""
     if not (_setting(model, kwargs, "prefill_chunk_size") or _assisted(model, kwargs)):
         return None
-    inputs = args[0] if args else None
-    for name in ("inputs", "input_ids", "inputs_embeds"):
-        inputs = kwargs.get(name) if inputs is None else inputs
+    named = (kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))
+    inputs = next((value for value in named if value is not None), None)
     if inputs is None:
         return None
     total = int(inputs.shape[1])

@@ -15,8 +15,8 @@ from torch.utils.hooks import RemovableHandle
 
 from foveakv import compat
 from foveakv.cache import CompressedCache
-from foveakv.errors import UnsupportedModelError
-from foveakv.masks import SubsetMask, as_mask
+from foveakv.errors import UnsupportedModeError, UnsupportedModelError
+from foveakv.masks import LazyMask, SubsetMask, as_mask
 
 
 def check_supported(model: compat.PreTrainedModel) -> None:
@@ -102,7 +102,11 @@ def _subset(cache: CompressedCache, attention_mask: Any) -> SubsetMask:
     whole = as_mask(attention_mask)
     if isinstance(whole, SubsetMask):
         return whole
+    if not isinstance(whole, LazyMask) or cache.dropped is None:
+        raise UnsupportedModeError(
+            "drop_hidden_states needs a 2-D attention mask or none, not one prepared by the caller"
+        )
     subsets = cache.state.setdefault("_subset_masks", {})
     if id(whole) not in subsets:
-        subsets[id(whole)] = SubsetMask(whole, *cache.dropped)  # type: ignore[arg-type, misc]
+        subsets[id(whole)] = SubsetMask(whole, *cache.dropped)
     return subsets[id(whole)]

@@ -27,6 +27,7 @@ _TOTALS = (
     "evicted",
     "restored",
     "retrieved",
+    "flushes",
     "hit_rate",
     "prefill_seconds",
     "token_seconds",
@@ -79,7 +80,9 @@ class Report:
 
     `full_bytes` is what a plain cache would hold for the same tokens (padding included, as transformers stores it);
     `stored_bytes` counts storage on the compute device, slack, positions, side tensors and digests included;
-    `peak_bytes` is the highest of it during prefill and decoding; `host_bytes` is the backing store.
+    `peak_bytes` is the highest of it during prefill and decoding; `host_bytes` is the backing store. Seconds are wall
+    time on the host without synchronisation (on an accelerator `foveakv.compare` measures properly); `steps` counts
+    the passes over one token, whose median is `token_seconds`. `details` is what the method itself tells.
     """
 
     settings: dict[str, Any]
@@ -92,6 +95,7 @@ class Report:
     prefill_seconds: float
     token_seconds: float | None
     steps: int
+    details: dict[str, Any]
 
     @classmethod
     def of(cls, cache: CompressedCache) -> Report:
@@ -109,7 +113,8 @@ class Report:
             host_bytes=sum(layer.host_bytes for layer in layers),
             prefill_seconds=cache.prefill_seconds,
             token_seconds=median(single) if single else None,
-            steps=len(cache.steps),
+            steps=len(single),
+            details=cache.method.summary(cache),
         )
 
     def _total(self, name: str) -> int:
@@ -130,6 +135,10 @@ class Report:
     @property
     def restored(self) -> int:
         return self._total("restored")
+
+    @property
+    def flushes(self) -> int:
+        return self._total("flushes")
 
     @property
     def retrieved(self) -> int:
@@ -159,6 +168,7 @@ class Report:
         return {
             "settings": self.settings,
             **totals,
+            "details": self.details,
             "layers": [vars(layer) for layer in self.layers],
             "transformers": compat.VERSION,
         }

@@ -14,18 +14,20 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from foveakv import attention, compat, families, hidden
-from foveakv.cache import CompressedCache
+from foveakv.cache import CompressedCache, check_options
 from foveakv.errors import CacheInUseError, MethodError, UnsupportedModeError, UnsupportedModelError
-from foveakv.generation_modes import check_generate, prefill_total
+from foveakv.generation_modes import call_arguments, check_generate, prefill_total
 from foveakv.methods import Method
 from foveakv.prompt import PromptMap
-from foveakv.report import Report
+
+if TYPE_CHECKING:
+    from foveakv.report import Report
 
 _attachments: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
 
@@ -124,18 +126,19 @@ class Attachment:
             model = reference()
             if model is None:
                 raise CacheInUseError("the model is gone")
-            cache = next((kwargs[name] for name in compat.CACHE_NAMES if kwargs.get(name) is not None), None)
+            named = call_arguments(model, args, kwargs)
+            cache = next((named[name] for name in compat.CACHE_NAMES if named.get(name) is not None), None)
             original = own or functools.partial(type(model).generate, model)
             if not isinstance(cache, CompressedCache) and not self.sessions:
                 return original(*args, **kwargs)
             method = cache.method if isinstance(cache, CompressedCache) else self.sessions[-1].method
-            check_generate(model, method, args, kwargs)
+            check_generate(model, method, named)
             # Position ids are built before the first forward pass, from the offsets of whatever ran last.
             self._set_model_state(cache.model_state or None if isinstance(cache, CompressedCache) else None)
             local = self._local
             outer, local.generating = getattr(local, "generating", False), True
             try:
-                with self.prefill_of(prefill_total(model, args, kwargs)):
+                with self.prefill_of(prefill_total(model, named)):
                     return original(*args, **kwargs)
             finally:
                 local.generating = outer
@@ -145,6 +148,7 @@ class Attachment:
     # ---- around every forward pass
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._local.cache = None  # a pass that failed may have left its own
         kwargs = dict(kwargs)
         if args:
             names = list(inspect.signature(model.forward).parameters)
@@ -296,6 +300,7 @@ class Session:
         _check_method(method)
         self.model = model
         self.method = method
+        check_options(method, options.get("backend", "auto"), options.get("max_decode_slots"))
         self._options = options
         self._cache: CompressedCache | None = None
         self._attached: Attachment | None = None
@@ -359,6 +364,8 @@ class Session:
     @property
     def report(self) -> Report:
         """What happened to the latest prompt: slots, bytes, evictions, retrievals, times."""
+        from foveakv.report import Report
+
         return Report.of(self.cache)
 
     @property

@@ -34,6 +34,7 @@ class AdaKV(SnapKV):
     def prefill(self, view: PrefillView) -> Tensor:
         size = self.budget_tokens(view.cache, self.budget)
         window, score = window_and_scores(view, self.window, size)
+        score = score.masked_fill(window[:, None], 0.0)  # the window stays anyway: its scores must not lift neighbours
         score = F.max_pool1d(score, self.kernel, stride=1, padding=self.kernel // 2)
         score = score.masked_fill((window | ~view.prompt.real)[:, None], -torch.inf)
         each = size - window.sum(-1)

@@ -142,14 +142,23 @@ class Method:
         """The slots to keep after this step, bool [B, H, M] over `view.segments`; None drops nothing."""
         return None
 
-    def budget_tokens(self, cache: CompressedCache, budget: float | int | str) -> Tensor:
-        """Tokens per KV head that a budget allows each sequence: LongTensor [B], on the cache's device."""
+    def budget_tokens(self, cache: CompressedCache, budget: float | int | str, *, steady: bool = False) -> Tensor:
+        """Tokens per KV head that a budget allows each sequence: LongTensor [B], on the cache's device.
+
+        With `steady`, for methods that evict while decoding, it may exceed the prompt; see `Budget.steady`.
+        """
         if cache.geometry is None:
             raise CacheInUseError("a budget is known only once the prompt is")
-        key = ("budget", budget)
+        key = ("budget", budget, steady)
         if key not in cache.state:
-            cache.state[key] = parse_budget(budget).tokens(cache.geometry).to(cache.full_prompt.kinds.device)
+            parsed = parse_budget(budget)
+            tokens = parsed.steady(cache.geometry) if steady else parsed.tokens(cache.geometry)
+            cache.state[key] = tokens.to(cache.full_prompt.kinds.device)
         return cache.state[key]
+
+    def summary(self, cache: CompressedCache) -> dict[str, Any]:
+        """What the method did to this prompt beyond the common counts, as plain values for the report."""
+        return {}
 
     def describe(self) -> dict[str, Any]:
         """Settings as plain values, for reports and result files."""

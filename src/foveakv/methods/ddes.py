@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from foveakv import scores
-from foveakv.budget import Budget, Geometry
 from foveakv.errors import MethodError
 from foveakv.methods.base import DecodeView, PrefillView, keep_top
 
@@ -26,23 +25,6 @@ if TYPE_CHECKING:
 # Per-slot fields: cumulative attention, in the bin or not, steps among the most attended, steps since entry.
 SCORE, MARKED, USES, AGE = "score", "marked", "uses", "age"
 MOST_ATTENDED = 0.1  # share of the slots that counts as "used" in a step; not stated in the paper
-
-
-def steady_size(budget: Budget, geometry: Geometry) -> Tensor:
-    """Tokens per head and sequence that decoding settles at: LongTensor [B] on the CPU, at least 1.
-
-    Unlike a prompt's budget it may be larger than the prompt: tokens are taken as they are, and bytes that the prompts
-    leave over are shared equally. A ratio is one of the prompt.
-    """
-    if budget.kind == "tokens":
-        return torch.full((geometry.batch,), int(budget.value), dtype=torch.long)
-    tokens = budget.tokens(geometry)
-    if budget.kind == "bytes":
-        contexts = torch.as_tensor(geometry.contexts, dtype=torch.long)
-        spare = int(budget.value) // geometry.token_bytes - int(contexts.sum())
-        if spare > 0:
-            tokens = contexts + spare // geometry.batch
-    return tokens.clamp_min(1)
 
 
 def prompt_scores(view: PrefillView, rows: Literal["all"] | int) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from foveakv.budget import parse_budget
 from foveakv.errors import MethodError
 from foveakv.methods.base import DecodeView, Method, PrefillView
-from foveakv.methods.ddes import RecycleBin, check_rows, prompt_scores, steady_size
+from foveakv.methods.ddes import RecycleBin, check_rows, prompt_scores
 
 if TYPE_CHECKING:
     from foveakv.cache import CompressedCache
@@ -26,7 +26,7 @@ class H2O(Method):
     Args:
         budget: tokens that stay, heavy and recent together: a share of the prompt, tokens per head, or bytes.
         heavy_ratio: the heavy hitters' part of the budget, rounded down.
-        per_head_scores: every KV head ranks for itself (the paper does not say how heads are joined); False sums scores over heads.
+        per_head_scores: every KV head ranks for itself (not stated in the paper); False sums scores over heads.
         prefill_rows: which prompt queries count: "all", or a number of sampled rows (ours).
     """
 
@@ -60,7 +60,7 @@ class H2O(Method):
 
     def begin(self, cache: CompressedCache) -> None:
         if cache.geometry is not None:
-            steady = steady_size(parse_budget(self.budget), cache.geometry)
+            steady = parse_budget(self.budget).steady(cache.geometry)
             heavy = (steady.double() * self.heavy_ratio + 1e-9).floor().long()
             cache.state["h2o"] = steady, steady - heavy
 

@@ -16,7 +16,7 @@ from foveakv import scores
 from foveakv.budget import parse_budget
 from foveakv.errors import MethodError, NoVisualTokensError
 from foveakv.methods.base import DecodeView, Method, PrefillView, keep_top
-from foveakv.methods.ddes import RecycleBin, check_room, check_rows, prompt_scores, steady_size
+from foveakv.methods.ddes import RecycleBin, check_room, check_rows, prompt_scores
 
 if TYPE_CHECKING:
     from foveakv.cache import CompressedCache
@@ -27,6 +27,18 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llava-1.5": {"r": 0.0012, "alpha": 0.001, "recycle_bin_size": 64},
     "phi-3.5-vision": {"r": 0.0015, "alpha": 0.0015, "recycle_bin_size": 56},
     "phi-3.5-vision-story": {"r": 0.0005, "alpha": 0.0005, "recycle_bin_size": 128, "budget": 1024},
+}
+
+
+# Options of DAP with their defaults; they mean nothing without it.
+_DAP_OPTIONS: dict[str, Any] = {
+    "r": None,
+    "relative": False,
+    "c": None,
+    "target_visual_tokens": None,
+    "criterion": "dual",
+    "drop_hidden_states": False,
+    "statistics": False,
 }
 
 
@@ -137,8 +149,11 @@ class HAE(Method):
                 raise MethodError(
                     "hae: target_visual_tokens replaces all tests; leave criterion and c at their defaults"
                 )
-        if self.drop_hidden_states and not self.dap:
-            raise MethodError("hae: drop_hidden_states drops what DAP pruned; it needs dap=True")
+        if not self.dap:
+            given = {name: getattr(self, name) for name in _DAP_OPTIONS}
+            for option, value in given.items():
+                if value != _DAP_OPTIONS[option]:
+                    raise MethodError(f"hae: {option}={value!r} steers DAP; it needs dap=True")
 
     # ---- what the method acts on
 
@@ -174,7 +189,7 @@ class HAE(Method):
                 "ddes=True"
             )
         if self.ddes and self.budget is not None and geometry is not None and self.compress_prompt:
-            steady = steady_size(parse_budget(self.budget), geometry)
+            steady = parse_budget(self.budget).steady(geometry)
             check_room("hae", steady, self.sink + self.recent, "sink + recent")
 
     def prefill(self, view: PrefillView) -> Tensor | None:
@@ -258,6 +273,9 @@ class HAE(Method):
         for name in ("hae_keep", "hae_sizes"):
             cache.state.pop(name, None)
 
+    def summary(self, cache: CompressedCache) -> dict[str, Any]:
+        return {**cache.state.get("hae", {}), **cache.state.get("ddes", {})}
+
     def decode(self, view: DecodeView) -> Tensor | None:
         return self._bin.step(view)
 
@@ -265,7 +283,7 @@ class HAE(Method):
         """l and the protected newest tokens of each sequence, [B] each; length [B] is the prompt's after DAP."""
         steady = length
         if self.budget is not None and cache.geometry is not None:
-            steady = steady_size(parse_budget(self.budget), cache.geometry)
+            steady = parse_budget(self.budget).steady(cache.geometry)
             if not self.compress_prompt:
                 steady = torch.maximum(steady, length)
         steady = steady.clamp_min(max(self.sink + self.recent, 1))

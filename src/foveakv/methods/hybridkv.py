@@ -180,6 +180,19 @@ class HybridKV(Method):
             "digest_bytes": sum(store.digest_nbytes for store in stores),
         }
 
+    def summary(self, cache: CompressedCache) -> dict[str, Any]:
+        """Shares and totals over the sequences; the maps behind them are in `cache.state["hybridkv"]`."""
+        state = cache.state.get("hybridkv")
+        if not isinstance(state, dict):
+            return {}
+        return {
+            "static_share": float(state["static"].float().mean()),
+            "budget_slots": int(state["total"].sum()),
+            "nominal_slots": int(state["nominal"].sum()),
+            "slots": int(state["slots"].sum()),
+            "digest_bytes": int(state["digest_bytes"]),
+        }
+
     def _less_digests(self, totals: list[int], static: Tensor, geometry: Geometry) -> list[int]:
         """What a budget leaves for slots once every dynamic head's digests are paid for, at least one slot per head.
 

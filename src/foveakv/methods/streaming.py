@@ -35,7 +35,7 @@ class Streaming(Method):
         return True
 
     def prefill(self, view: PrefillView) -> Tensor:
-        size = self.budget_tokens(view.cache, self.budget)
+        size = self.budget_tokens(view.cache, self.budget, steady=True)
         # Rank among real tokens, so that padding takes no part in sink or window.
         rank = view.prompt.real.cumsum(-1) - 1
         first_recent = view.prompt.lengths - (size - self.sink).clamp_min(1)
@@ -43,7 +43,7 @@ class Streaming(Method):
         return keep[:, None]
 
     def decode(self, view: DecodeView) -> Tensor | None:
-        size = self.budget_tokens(view.cache, self.budget)
+        size = self.budget_tokens(view.cache, self.budget, steady=True)
         lengths = view.segments.lengths[:, 0].to(size.device)
         if not bool((lengths > size).any()):
             return None
