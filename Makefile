@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 LOWEST := .venv-lowest
+WORKERS ?= 2
 PIP_FLAGS := -qq --disable-pip-version-check
 SOURCES := pyproject.toml constraints/demo-weights.txt
 
@@ -20,17 +21,18 @@ help:
 demo: $(VENV)/.ready
 	@mkdir -p out
 	@$(VENV)/bin/foveakv compare --model demo --sample 12 --methods full,hae,hybridkv,snapkv,random --budgets 0.2 \
+		--set hae.relative=true --set hae.alpha=none --set hae.recent=8 \
 		--set hybridkv.window=8 --set snapkv.window=8 --max-new-tokens 16 --json out/demo.json --kept-png out/demo.png
 
 test: $(VENV)/.ready
-	@$(VENV)/bin/python -m pytest
+	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS)
 
 test-lowest: $(LOWEST)/.ready
-	@$(LOWEST)/bin/python -m pytest
+	@OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n $(WORKERS)
 
 lint: $(VENV)/.ready-lint
-	@$(VENV)/bin/ruff check src tests
-	@$(VENV)/bin/ruff format --check src tests
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
 
 bench: $(VENV)/.ready

@@ -35,7 +35,7 @@ SMALL: dict[str, dict[str, Any]] = {
 EVERYTHING: dict[str, dict[str, Any] | None] = {
     "hae": {"r": 0.0},
     "h2o": {"budget": 10_000},
-    "streaming": None,
+    "streaming": {"budget": 10_000},
     "fastv": {"layer": 1, "ratio": 1e-9},
 }
 # More options of the methods that have them, each checked on a few families.
@@ -45,7 +45,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("hae", {"score": "frequency+importance"}),
     ("hae", {"per_head_scores": True}),
     ("hae", {"ddes": False, "budget": None}),
-    ("hae", {"dap": False}),
+    ("hae", {"dap": False, "r": None, "relative": False}),
     ("hae", {"criterion": "dual+variance"}),
     ("hae", {"compress_prompt": False}),
     ("hae", {"recent": 4, "sink": 2}),
