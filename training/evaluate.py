@@ -69,7 +69,7 @@ def ask(loaded: Loaded, names: list[str], cards: list[Card], asked: list[tuple[s
             **pictures,
         )
         cache = out.get("past_key_values", None) or out["cache"]
-        cache.crop(length)
+        cache.crop(length - cache.get_seq_length())  # negative: how many tokens to take off
         replies.append(processor.tokenizer.decode(out.sequences[0, ids.shape[1] :], skip_special_tokens=True).strip())
     return replies
 
