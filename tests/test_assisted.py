@@ -51,8 +51,8 @@ def test_the_lookup_does_draft_behind_the_prompt(monkeypatch: pytest.MonkeyPatch
     seen: list[int] = []
     begin = foveakv.CompressedCache.begin_forward
 
-    def noted(self: Any, new: int, prompt: Any, *args: Any) -> None:
-        begin(self, new, prompt, *args)
+    def noted(self: Any, new: int, prompt: Any, *args: Any, **kwargs: Any) -> None:
+        begin(self, new, prompt, *args, **kwargs)
         seen.append(self.drafted if prompt is not None else -1)
 
     monkeypatch.setattr(foveakv.CompressedCache, "begin_forward", noted)

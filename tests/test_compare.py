@@ -103,6 +103,11 @@ def test_table_has_a_line_per_row(model: Any, inputs: dict[str, Any]) -> None:
     assert BASELINE in text
 
 
+def test_short_answers_are_flagged(model: Any, inputs: dict[str, Any]) -> None:
+    assert "the answer has 2 tokens" in compare(model, inputs, [Full()], max_new_tokens=2).notes[0]
+    assert compare(model, inputs, [Full()], max_new_tokens=3).notes == []
+
+
 def test_ignore_eos_decodes_to_the_end(model: Any, inputs: dict[str, Any]) -> None:
     stop = int(model.generate(**inputs, max_new_tokens=2, do_sample=False)[0, -1])
     model.generation_config.eos_token_id = stop

@@ -96,8 +96,6 @@ class CompressedLayer(compat.CacheLayerMixin):
                 "a compressed cache was used outside its model's forward pass: call that very model (no submodule, no "
                 "other one), inside `with foveakv.compress(model, ...)` or with a cache from `foveakv.cache_for(...)`"
             )
-        if self.segments is not None and len(key_states) != self.segments.batch:
-            raise CacheInUseError(f"this cache holds {self.segments.batch} sequences and got {len(key_states)}")
         self.is_initialized = True
         self.seen += new
         if self.segments is None:
@@ -135,6 +133,11 @@ class CompressedLayer(compat.CacheLayerMixin):
                 f"{self.cache.method.name} evicts while decoding, so rejected draft tokens cannot be taken back; use a "
                 "method that evicts at prefill only (snapkv, adakv, hybridkv) or generate without an assistant"
             )
+        if self.seen - remove < self.prompt_columns:
+            raise UnsupportedModeError(
+                f"{self.cache.method.name}: the prompt is compressed as a whole and cannot be cropped; call reset() "
+                "and start again"
+            )
         self.seen -= remove
         if self.segments is not None:
             self.segments.crop(self.seen)
@@ -155,7 +158,11 @@ class CompressedLayer(compat.CacheLayerMixin):
     def _select(self, index: Tensor) -> None:
         if self.segments is None:
             return
+        before = self.segments.batch
         self.segments.select_sequences(index)
+        if self.segments.batch != before:  # beams keep their number; repeats and selections count anew
+            self.full_nbytes = self.full_nbytes // before * self.segments.batch
+            self.prompt_slots = self.prompt_slots * self.segments.batch // before
         for memory in self.extra_memory:
             memory.select_sequences(index)
         _select_tensors(self.state, index)
@@ -397,7 +404,9 @@ class CompressedCache(compat.Cache):
 
     # ---- called around every forward pass of the model
 
-    def begin_forward(self, new: int, prompt: PromptMap | None, total: int | None, itemsize: int) -> None:
+    def begin_forward(
+        self, new: int, prompt: PromptMap | None, total: int | None, itemsize: int, batch: int | None = None
+    ) -> None:
         """Before a forward pass over `new` tokens.
 
         `prompt` describes them and is needed until the cache is `prefilled`; `total` is the length of a prefill that
@@ -408,6 +417,9 @@ class CompressedCache(compat.Cache):
             raise CacheInUseError(
                 "an earlier forward pass with this cache failed half-way; start again with a new cache"
             )
+        segments = self.compressed[0].segments
+        if segments is not None and batch is not None and batch != segments.batch:
+            raise CacheInUseError(f"this cache holds {segments.batch} sequences and got {batch}")
         self._prefilling = not self.prefilled
         if prompt is not None and self._prefilling:
             self.last_chunk = total is None or self.seen + new >= total

@@ -86,6 +86,18 @@ class Comparison:
         return self.rows[0]
 
     @property
+    def notes(self) -> list[str]:
+        """What a reader must know before quoting these figures."""
+        found = [f"{row.label}: {note}" for row in self.rows for note in row.notes]
+        answer = len(self.baseline.tokens)
+        if answer <= 2:
+            found.append(
+                f"the answer has {answer} token{'s' if answer != 1 else ''}, and the first still sees the whole prompt: "
+                "agreement says little here"
+            )
+        return found
+
+    @property
     def failures(self) -> list[Row]:
         return [row for row in self.rows if row.error is not None]
 
@@ -97,6 +109,7 @@ class Comparison:
             "repeats": self.repeats,
             "prompt_tokens": self.prompt_tokens,
             "visual_tokens": self.visual_tokens,
+            "notes": self.notes,
             "environment": self.environment,
             "rows": [{**row, "tokens": list(row["tokens"]), "notes": list(row["notes"])} for row in rows],
         }

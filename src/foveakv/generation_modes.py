@@ -13,8 +13,10 @@ def _setting(model: Any, kwargs: dict[str, Any], name: str) -> Any:
     """A generation setting as `generate` will resolve it: argument, then config passed, then the model's config."""
     if kwargs.get(name) is not None:
         return kwargs[name]
-    config = kwargs.get("generation_config") or model.generation_config
-    return getattr(config, name, None)
+    for config in (kwargs.get("generation_config"), model.generation_config):
+        if getattr(config, name, None) is not None:  # what a passed config leaves open comes from the model's
+            return getattr(config, name)
+    return None
 
 
 def call_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -152,8 +152,8 @@ class Report:
 
     @property
     def compression(self) -> float:
-        """full_bytes / stored_bytes."""
-        return self.full_bytes / self.stored_bytes if self.stored_bytes else float("nan")
+        """full_bytes / stored_bytes; 1 while nothing is stored."""
+        return self.full_bytes / self.stored_bytes if self.stored_bytes else 1.0
 
     @property
     def notes(self) -> list[str]:

@@ -23,12 +23,14 @@ from foveakv import attention, compat, families, hidden
 from foveakv.cache import CompressedCache, check_options
 from foveakv.errors import CacheInUseError, MethodError, UnsupportedModeError, UnsupportedModelError
 from foveakv.generation_modes import call_arguments, check_generate, prefill_total
+from foveakv.masks import LazyMask
 from foveakv.methods import Method
 from foveakv.prompt import PromptMap
 
 if TYPE_CHECKING:
     from foveakv.report import Report
 
+_lock = threading.RLock()  # finalizers may come in the middle of an attachment's own work, so it is re-entrant
 _attachments: weakref.WeakKeyDictionary[nn.Module, Attachment] = weakref.WeakKeyDictionary()
 
 
@@ -39,6 +41,7 @@ class Attachment:
         families.check_supported(model)
         self.model = weakref.ref(model)
         self.users = 0
+        self.running = 0  # forward passes under way; attention must not change below them
         self.sessions: list[Session] = []
         self.cache_name = compat.cache_argument(model)
         self.decoder = weakref.ref(compat.decoder_of(model))
@@ -52,14 +55,25 @@ class Attachment:
         self._original_state: list[Any] = []
 
     def acquire(self) -> None:
-        if self.users == 0:
-            self._attach()
-        self.users += 1
+        with _lock:
+            if not self._handles:
+                self._attach()
+            self.users += 1
 
     def release(self) -> None:
-        self.users -= 1
-        if self.users == 0:
+        with _lock:
+            self.users -= 1
+            self._detach_if_idle()
+
+    def _detach_if_idle(self) -> None:
+        if self.users == 0 and self.running == 0 and self._handles:
             self._detach()
+
+    def session(self) -> Session | None:
+        """The innermost open session of this thread; for threads without one (streamers), the latest of all."""
+        own = [session for session in self.sessions if session.thread == threading.get_ident()]
+        candidates = own or self.sessions
+        return candidates[-1] if candidates else None
 
     def use_hidden_hooks(self) -> None:
         """Installs the hooks that shorten the residual stream, for methods that ask for it."""
@@ -88,7 +102,7 @@ class Attachment:
         compat.set_text_attention(model, attention.implementation(self._base))
         self._handles = [
             model.register_forward_pre_hook(self._before, with_kwargs=True),
-            model.register_forward_hook(self._after, with_kwargs=True),
+            model.register_forward_hook(self._after, with_kwargs=True, always_call=True),
         ]
         model.generate = self._wrap_generate(model)
 
@@ -129,9 +143,12 @@ class Attachment:
             named = call_arguments(model, args, kwargs)
             cache = next((named[name] for name in compat.CACHE_NAMES if named.get(name) is not None), None)
             original = own or functools.partial(type(model).generate, model)
-            if not isinstance(cache, CompressedCache) and not self.sessions:
+            user = cache if isinstance(cache, CompressedCache) else self.session()
+            if user is None:
                 return original(*args, **kwargs)
-            method = cache.method if isinstance(cache, CompressedCache) else self.sessions[-1].method
+            if cache is not None and user is not cache:
+                user.replace(cache, named, inside=False)  # says what to do instead
+            method = user.method
             check_generate(model, method, named)
             # Position ids are built before the first forward pass, from the offsets of whatever ran last.
             self._set_model_state(cache.model_state or None if isinstance(cache, CompressedCache) else None)
@@ -148,6 +165,8 @@ class Attachment:
     # ---- around every forward pass
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with _lock:
+            self.running += 1
         self._local.cache = None  # a pass that failed may have left its own
         kwargs = dict(kwargs)
         if args:
@@ -157,11 +176,15 @@ class Attachment:
         for name in compat.CACHE_NAMES:
             kwargs.pop(name, None)
         if not isinstance(cache, CompressedCache):
-            if not self.sessions:
+            session = self.session()
+            if session is None:
                 if cache is not None:
                     kwargs[self.cache_name] = cache
+                # `generate` prepares the mask itself for caches of fixed size, and models test it as a tensor.
+                if "attention_mask" in kwargs:
+                    kwargs["attention_mask"] = _plain_mask(kwargs["attention_mask"])
                 return (), kwargs
-            cache = self.sessions[-1].replace(cache, kwargs)
+            cache = session.replace(cache, kwargs, inside=getattr(self._local, "generating", False))
         if cache.owner is None or cache.owner() is not model:
             raise CacheInUseError(
                 "this compressed cache was made for another model; make one with foveakv.cache_for(model, ...)"
@@ -192,14 +215,17 @@ class Attachment:
                 _last(kwargs.get("mm_token_type_ids"), new, total),
                 _last(kwargs.get("token_type_ids"), new),
             )
-        cache.begin_forward(new, prompt, total, model.dtype.itemsize)
+        cache.begin_forward(new, prompt, total, model.dtype.itemsize, batch=len(ids))
         local.cache = cache
 
     def _after(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         cache = kwargs.get(self.cache_name)
-        if isinstance(cache, CompressedCache):
+        if isinstance(cache, CompressedCache) and output is not None:  # None: the pass failed
             cache.end_forward(self._model_state())
             self._local.cache = None
+        with _lock:
+            self.running = max(0, self.running - 1)
+            self._detach_if_idle()
 
 
 def _last(mask: Any, columns: int, total: int | None = None) -> Tensor | None:
@@ -214,12 +240,20 @@ def _last(mask: Any, columns: int, total: int | None = None) -> Tensor | None:
     return mask[:, -columns:]
 
 
+def _plain_mask(mask: Any) -> Any:
+    """Masks of a plain forward pass as the base implementation takes them."""
+    if isinstance(mask, dict):
+        return {key: _plain_mask(value) for key, value in mask.items()}
+    return mask.dense() if isinstance(mask, LazyMask) else mask
+
+
 def _attachment(model: compat.PreTrainedModel) -> Attachment:
     if not isinstance(model, compat.PreTrainedModel):
         raise UnsupportedModelError(f"expected a transformers model, got {type(model).__name__}")
-    if model not in _attachments:
-        _attachments[model] = Attachment(model)
-    return _attachments[model]
+    with _lock:
+        if model not in _attachments:
+            _attachments[model] = Attachment(model)
+        return _attachments[model]
 
 
 def _new_cache(model: compat.PreTrainedModel, method: Method, **options: Any) -> CompressedCache:
@@ -304,6 +338,7 @@ class Session:
         self._options = options
         self._cache: CompressedCache | None = None
         self._attached: Attachment | None = None
+        self.thread = 0  # the thread that opened it
 
     def __enter__(self) -> Session:
         if self._attached is not None:
@@ -317,6 +352,7 @@ class Session:
         attached.acquire()
         if self.method.drop_hidden_after is not None:
             attached.use_hidden_hooks()
+        self.thread = threading.get_ident()
         attached.sessions.append(self)
         self._attached = attached
         return self
@@ -329,19 +365,19 @@ class Session:
             attached.sessions.remove(self)
             attached.release()
 
-    def replace(self, cache: Any, kwargs: dict[str, Any]) -> CompressedCache:
-        """A fresh compressed cache in place of the empty one that a forward pass was about to fill."""
+    def replace(self, cache: Any, kwargs: dict[str, Any], inside: bool) -> CompressedCache:
+        """A fresh compressed cache in place of none, or of the empty one that `generate` (`inside`) has just made."""
         if kwargs.get("use_cache") is False:
             raise UnsupportedModeError(
                 "use_cache=False leaves no cache to compress; drop it, or leave the compress() block"
             )
-        if cache is not None and not (type(cache) is compat.DynamicCache and cache.get_seq_length() == 0):
+        if cache is not None and not (inside and type(cache) is compat.DynamicCache and cache.get_seq_length() == 0):
             raise UnsupportedModeError(
-                f"{self.method.name} cannot take over a {type(cache).__name__} that is filled or of another kind; "
+                f"{self.method.name} cannot take over a {type(cache).__name__} of yours; "
                 "leave past_key_values out, or pass a cache from this session"
             )
-        self._cache = _new_cache(self.model, self.method, **self._options)
-        return self._cache
+        made = self._cache = _new_cache(self.model, self.method, **self._options)
+        return made
 
     @contextmanager
     def chunked_prefill(self, tokens: int) -> Iterator[None]:

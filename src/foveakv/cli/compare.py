@@ -146,9 +146,8 @@ def _print(result: Comparison, task: _Task) -> None:
     if task.expected is not None:
         out.print(f"[bold]expected[/bold]  {escape(task.expected)}", highlight=False)
     out.print(result.table())
-    for row in result.rows:
-        for note in row.notes:
-            out.print(f"* {escape(f'{row.label}: {note}')}", highlight=False)
+    for note in result.notes:
+        out.print(f"* {escape(note)}", highlight=False)
     for row in result.failures:
         out.print(
             f"[bold red]failed:[/bold red] {escape(f'{row.label}: {row.error}')}", highlight=False, soft_wrap=True
