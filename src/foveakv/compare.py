@@ -91,10 +91,8 @@ class Comparison:
         found = [f"{row.label}: {note}" for row in self.rows for note in row.notes]
         answer = len(self.baseline.tokens)
         if answer <= 2:
-            found.append(
-                f"the answer has {answer} token{'s' if answer != 1 else ''}, and the first still sees the whole prompt: "
-                "agreement says little here"
-            )
+            tokens = "1 token" if answer == 1 else f"{answer} tokens"
+            found.append(f"the answer has {tokens}, and the first still sees the whole prompt: agreement says little")
         return found
 
     @property
