@@ -614,13 +614,17 @@ def test_somebody_elses_filled_cache() -> None:
         model.generate(**inputs, past_key_values=static, max_new_tokens=2)
 
 
-def test_an_empty_cache_of_ones_own_is_not_lost_silently() -> None:
+@pytest.mark.parametrize("how", ["generate", "by hand"])
+def test_an_empty_cache_of_ones_own_is_not_lost_silently(how: str) -> None:
     """A user's own DynamicCache either ends up holding the context or is refused: a second turn would start anew."""
     model, inputs = matrix.model("llama"), families.prompt("llama")
     mine = transformers.DynamicCache()
     with foveakv.compress(model, matrix.method("snapkv")):
         try:
-            model.generate(**inputs, past_key_values=mine, max_new_tokens=2)
+            if how == "generate":
+                model.generate(**inputs, past_key_values=mine, max_new_tokens=2)
+            else:
+                model(**inputs, **{matrix.cache_argument("llama"): mine})
         except errors.UnsupportedModeError:
             return
     assert mine.get_seq_length() > 0
