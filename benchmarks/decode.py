@@ -53,7 +53,7 @@ def run(geometry: str, contexts: list[int], budget: float, repeats: int, backend
         }
         stored = {"transformers default": tensors[1].nbytes * 2, "packed SDPA": tensors[1].nbytes * 2}
         drivers = {}
-        for name, method in at_budget(budget, context).items():
+        for name, method in at_budget(budget, context, prefill_rows=64).items():
             # fastv compresses from its third layer on only.
             driver = Driver(shape, method, context, layers=1, backend=backend)
             if name == "fastv":
