@@ -127,6 +127,8 @@ def _load_demo(cache_dir: str | os.PathLike[str] | None, options: dict[str, Any]
         try:
             model = LlavaForConditionalGeneration.from_pretrained(folder, local_files_only=True, **options)
             return Loaded(model, AutoProcessor.from_pretrained(folder, local_files_only=True))
+        except ImportError as error:
+            raise MissingDependencyError(f"the embedded model needs a package that is missing: {error}") from error
         except Exception as error:  # a damaged cache raises anything from KeyError to SafetensorError; try a fresh one
             failure = error
     raise ModelLoadError(
