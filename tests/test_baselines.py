@@ -90,6 +90,12 @@ def test_streaming_grows_to_a_budget_above_the_prompt(setting: tuple[Any, dict[s
         assert held == {0, 1, *range(seen - columns - 1, seen)}
 
 
+@pytest.mark.parametrize("sink", [1.5, -1, True, "4"])
+def test_streaming_sinks_are_whole_numbers(sink: Any) -> None:
+    with pytest.raises(errors.MethodError, match=r"streaming: sink must be a whole number, at least 0 .*; got "):
+        Streaming(sink=sink)
+
+
 def test_random_keeps_text_and_as_many_pictures_as_fit(setting: tuple[Any, dict[str, Any], Tensor]) -> None:
     model, inputs, _ = setting
     ids = inputs["input_ids"][0]

@@ -140,7 +140,10 @@ def test_beams(model, batch):
 def test_wrong_options():
     with pytest.raises(MethodError, match="between 0 and 1"):
         H2O(heavy_ratio=1.5)
-    with pytest.raises(MethodError, match="prefill_rows"):
-        H2O(prefill_rows=0)
+    with pytest.raises(MethodError, match=r"heavy_ratio must be a number .*; got 'x'"):
+        H2O(heavy_ratio="x")
+    for rows in (0, 2.5):
+        with pytest.raises(MethodError, match=f"prefill_rows .*; got {rows}"):
+            H2O(prefill_rows=rows)
     with pytest.raises(BudgetError):
         H2O(budget=-1)

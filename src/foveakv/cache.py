@@ -23,6 +23,7 @@ from foveakv.handle import KVHandle
 from foveakv.kernels import BACKENDS, decode_attention
 from foveakv.masks import Mask, stored_mask, visible_rows
 from foveakv.memory.segments import Segments
+from foveakv.methods import checks
 from foveakv.methods.base import Counts, DecodeView, Method, PrefillView
 from foveakv.prompt import PromptMap
 
@@ -510,8 +511,8 @@ def check_options(method: Method, backend: str = "auto", max_decode_slots: int |
     """Raises `MethodError` for options of a cache that mean nothing, alone or with this method."""
     if backend != "auto" and backend not in BACKENDS:
         raise MethodError(f"no attention backend {backend!r}; choose 'auto' or one of {sorted(BACKENDS)}")
-    if max_decode_slots is not None and max_decode_slots < 1:
-        raise MethodError(f"max_decode_slots is a number of tokens, 1 or more, got {max_decode_slots}")
+    if max_decode_slots is not None:
+        checks.whole_number(method.name, "max_decode_slots", max_decode_slots, 1, "decoded tokens that stay per head")
     if max_decode_slots is not None and method.evicts_while_decoding:
         raise MethodError(f"{method.name} bounds what it stores by its budget; leave max_decode_slots out")
 

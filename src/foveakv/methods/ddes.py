@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from foveakv import scores
 from foveakv.errors import MethodError
+from foveakv.methods import checks
 from foveakv.methods.base import DecodeView, PrefillView, keep_top
 
 if TYPE_CHECKING:
@@ -79,16 +81,13 @@ class RecycleBin:
     sink: int = 0
 
     def validate(self, name: str) -> None:
-        if self.size < 1:
-            raise MethodError(f"{name}: recycle_bin_size is {self.size}; it needs at least 1 (1 evicts in every step)")
-        if self.mode not in ("rerank", "mark"):
-            raise MethodError(f"{name}: mode is {self.mode!r}; choose 'rerank' or 'mark'")
-        if self.score not in ("attention", "frequency+importance"):
-            raise MethodError(f"{name}: score is {self.score!r}; choose 'attention' or 'frequency+importance'")
-        if not 0 <= self.frequency_weight <= 1:
-            raise MethodError(f"{name}: frequency_weight is {self.frequency_weight}; it must lie between 0 and 1")
-        if self.sink < 0:
-            raise MethodError(f"{name}: sink is {self.sink}; it must be 0 or more")
+        checks.whole_number(name, "recycle_bin_size", self.size, 1, "1 evicts in every step")
+        checks.choice(name, "mode", self.mode, ("rerank", "mark"))
+        checks.flag(name, "restore", self.restore)
+        checks.choice(name, "score", self.score, ("attention", "frequency+importance"))
+        checks.share(name, "frequency_weight", self.frequency_weight)
+        checks.flag(name, "per_head_scores", self.per_head)
+        checks.whole_number(name, "sink", self.sink, 0, "oldest tokens that always stay")
 
     # ---- the prompt
 
@@ -247,8 +246,10 @@ def _first(order: Tensor, count: Tensor) -> Tensor:
 
 def check_rows(name: str, rows: str | int) -> None:
     """Validates an option `prefill_rows`."""
-    if rows != "all" and (isinstance(rows, (str, bool)) or rows < 1):
-        raise MethodError(f"{name}: prefill_rows is {rows!r}; use 'all' or a number of rows above 0")
+    if not (isinstance(rows, str) and rows == "all") and (
+        isinstance(rows, bool) or not isinstance(rows, Integral) or rows < 1
+    ):
+        raise MethodError(f"{name}: prefill_rows must be 'all' or a whole number of rows above 0; got {rows!r}")
 
 
 def check_room(name: str, steady: Tensor, protected: int, what: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from torch import Tensor
 
 from foveakv.budget import parse_budget
-from foveakv.errors import MethodError
+from foveakv.methods import checks
 from foveakv.methods.base import DecodeView, Method, PrefillView
 from foveakv.methods.ddes import RecycleBin, check_rows, prompt_scores
 
@@ -39,8 +39,8 @@ class H2O(Method):
 
     def __post_init__(self) -> None:
         parse_budget(self.budget)
-        if not 0 <= self.heavy_ratio <= 1:
-            raise MethodError(f"h2o: heavy_ratio is {self.heavy_ratio}; it is a share of the budget, between 0 and 1")
+        checks.share(self.name, "heavy_ratio", self.heavy_ratio, meaning="the heavy hitters' part of the budget")
+        checks.flag(self.name, "per_head_scores", self.per_head_scores)
         check_rows(self.name, self.prefill_rows)
 
     @property

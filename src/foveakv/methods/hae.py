@@ -7,6 +7,7 @@ decoding, DDES (dynamic decoding eviction strategy, `ddes.py`) drops text and vi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from foveakv import scores
 from foveakv.budget import parse_budget
 from foveakv.errors import MethodError, NoVisualTokensError
+from foveakv.methods import checks
 from foveakv.methods.base import DecodeView, Method, PrefillView, keep_top
 from foveakv.methods.ddes import RecycleBin, check_room, check_rows, prompt_scores
 
@@ -114,6 +116,8 @@ class HAE(Method):
         return cls(**{**PRESETS[name], **options})
 
     def __post_init__(self) -> None:
+        for option in ("dap", "ddes", "relative", "drop_hidden_states", "compress_prompt", "statistics"):
+            checks.flag(self.name, option, getattr(self, option))
         if not self.dap and not self.ddes:
             raise MethodError("hae: dap=False and ddes=False leaves nothing to do; use the method 'full' instead")
         self._check_dap()
@@ -124,26 +128,26 @@ class HAE(Method):
                 raise MethodError(
                     "hae: budget is the size that DDES keeps to; with ddes=False use target_visual_tokens, r and alpha"
                 )
-        if self.recent < 0:
-            raise MethodError(f"hae: recent is {self.recent}; it must be 0 or more")
+        checks.whole_number(self.name, "recent", self.recent, 0, "newest tokens that always stay")
         check_rows(self.name, self.prefill_rows)
 
     def _check_dap(self) -> None:
-        if self.r is not None and self.r < 0:
-            raise MethodError(f"hae: r is {self.r}; it is a share of the visual attention and cannot be negative")
-        if self.alpha is not None and self.alpha < 0:
-            raise MethodError(f"hae: alpha is {self.alpha}; it is a probability, or None for no individual test")
-        if self.c is not None and self.c < 0:
-            raise MethodError(f"hae: c is {self.c}; it is the most tokens that may leave, or None for no limit")
-        if self.criterion not in ("dual", "variance", "dual+variance"):
-            raise MethodError(f"hae: criterion is {self.criterion!r}; choose 'dual', 'variance' or 'dual+variance'")
-        if not 0 < self.variance_quantile <= 1:
-            raise MethodError(f"hae: variance_quantile is {self.variance_quantile}; it must lie in (0, 1]")
+        if self.r is not None:
+            checks.number(self.name, "r", self.r, 0, meaning="a share of attention is never negative")
+        if self.alpha is not None:
+            checks.number(self.name, "alpha", self.alpha, 0, meaning="a probability; None = no individual test")
+        if self.c is not None:
+            checks.whole_number(self.name, "c", self.c, 0, "the most tokens that may leave; None = no limit")
+        checks.choice(self.name, "criterion", self.criterion, ("dual", "variance", "dual+variance"))
+        checks.share(self.name, "variance_quantile", self.variance_quantile, above_zero=True)
         target = self.target_visual_tokens
         if target is not None:
-            if isinstance(target, bool) or target < 0 or (isinstance(target, float) and target > 1):
+            number = isinstance(target, Real) and not isinstance(target, bool)
+            # `not >=` also refuses nan, which compares as False with everything.
+            if not number or not target >= 0 or (not isinstance(target, Integral) and target > 1):
                 raise MethodError(
-                    f"hae: target_visual_tokens is {target!r}; use a number of tokens (192) or a share of them (0.33)"
+                    "hae: target_visual_tokens must be a number of tokens (192) or a share of them (0.33); "
+                    f"got {target!r}"
                 )
             if self.criterion != "dual" or self.c is not None:
                 raise MethodError(
@@ -248,7 +252,7 @@ class HAE(Method):
         count = visual.sum(-1, keepdim=True)
         if self.target_visual_tokens is not None:
             target = self.target_visual_tokens
-            wanted = [target if isinstance(target, int) else round(target * n) for n in count[:, 0].tolist()]
+            wanted = [target if isinstance(target, Integral) else round(target * n) for n in count[:, 0].tolist()]
             kept = keep_top(sums.masked_fill(~visual, -torch.inf), torch.tensor(wanted, device=sums.device))
             return visual & ~kept
         gone = visual.clone()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foveakv.budget import parse_budget
-from foveakv.errors import MethodError
+from foveakv.methods import checks
 from foveakv.methods.base import DecodeView, Method, PrefillView
 
 
@@ -27,8 +27,7 @@ class Streaming(Method):
 
     def __post_init__(self) -> None:
         parse_budget(self.budget)
-        if self.sink < 0:
-            raise MethodError(f"streaming: sink is a number of tokens, 0 or more, got {self.sink}")
+        checks.whole_number(self.name, "sink", self.sink, 0, "oldest tokens that always stay")
 
     @property
     def evicts_while_decoding(self) -> bool:
