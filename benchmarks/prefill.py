@@ -16,7 +16,7 @@ import foveakv
 from benchmarks.common import in_turns, spread
 from benchmarks.methods import at_budget
 from foveakv import methods
-from foveakv.cache import CompressedLayer
+from foveakv.layer import CompressedLayer
 
 IMAGE_TOKEN, START, END = 990, 991, 992
 

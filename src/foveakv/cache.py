@@ -2,7 +2,7 @@
 
 Life of a prompt: `begin_forward` (the prompt is known) -> every layer `update` + `end_prefill` (dense attention, then
 the method decides what stays), the last one's `end_layer` -> any number of `update` + `attend` (attention over stored
-slots).
+slots). What happens inside one layer is in `layer.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import copy
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,255 +19,11 @@ from torch import Tensor
 from foveakv import compat
 from foveakv.budget import Geometry
 from foveakv.errors import CacheInUseError, MethodError, NoVisualTokensError, UnsupportedModeError
-from foveakv.handle import KVHandle
-from foveakv.kernels import BACKENDS, decode_attention
-from foveakv.masks import Mask, stored_mask, visible_rows
-from foveakv.memory.segments import Segments
+from foveakv.kernels import BACKENDS
+from foveakv.layer import CompressedLayer, select_tensors
 from foveakv.methods import checks
-from foveakv.methods.base import Counts, DecodeView, Method, PrefillView
+from foveakv.methods.base import Method
 from foveakv.prompt import PromptMap
-
-
-class ExtraMemory(Protocol):
-    """Memory that a method adds to a layer, e.g. a backing store with its digests."""
-
-    @property
-    def device_nbytes(self) -> int: ...
-
-    @property
-    def host_nbytes(self) -> int: ...
-
-    @property
-    def extra_slots(self) -> int:
-        """Prompt slots that live here and not in the layer's segments."""
-
-    def select_sequences(self, index: Tensor) -> None:
-        """Follows a reordering of the batch (beams): LongTensor [B']."""
-
-
-class CompressedLayer(compat.CacheLayerMixin):
-    """One layer's compressed KV. Lengths it reports are logical: tokens seen, not slots stored."""
-
-    is_compileable = False
-    is_sliding = False
-    supports_early_init = False
-
-    def __init__(self, cache: CompressedCache, layer_idx: int, ordinal: int) -> None:
-        super().__init__()
-        self._cache = weakref.ref(cache)  # the cache owns its layers; a strong link back would delay freeing the memory
-        self.layer_idx = layer_idx
-        self.ordinal = ordinal
-        self.reset()
-
-    def reset(self) -> None:
-        """Forgets everything; the next update begins a new prompt."""
-        self.segments: Segments | None = None
-        self.extra_memory: list[ExtraMemory] = []
-        self.state: dict[str, Any] = {}
-        self.counts = Counts()
-        self.seen = 0
-        self.prompt_slots = 0
-        self.prompt_columns = 0
-        self.decoded_from = 0  # no decoded token before this position is stored
-        self.full_nbytes = 0
-        self._dense: tuple[Tensor, Tensor] | None = None
-        self._queries: Tensor | None = None
-        self._drafts: tuple[Tensor, Tensor] | None = None
-        self.is_initialized = False
-
-    @property
-    def cache(self) -> CompressedCache:
-        cache = self._cache()
-        if cache is None:
-            raise CacheInUseError(
-                "the CompressedCache that owned this layer is gone; keep a reference to it while generating"
-            )
-        return cache
-
-    # ---- transformers' contract
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[KVHandle, KVHandle]:
-        """Takes new keys [B, H, q, D] and values [B, H, q, Dv]; returns a handle for our attention function."""
-        new = self.cache.forward_tokens
-        if new is None:
-            raise CacheInUseError(
-                "a compressed cache was used outside its model's forward pass: call that very model (no submodule, no "
-                "other one), inside `with foveakv.compress(model, ...)` or with a cache from `foveakv.cache_for(...)`"
-            )
-        self.is_initialized = True
-        self.seen += new
-        if self.segments is None:
-            if self._dense is not None:
-                key_states = torch.cat([self._dense[0], key_states], dim=-2)
-                value_states = torch.cat([self._dense[1], value_states], dim=-2)
-            self._dense = (key_states, value_states)
-            handle = KVHandle(self, key_states, value_states)
-        else:
-            positions = torch.arange(self.seen - new, self.seen, device=key_states.device).expand(len(key_states), new)
-            self.segments.append(key_states.detach(), value_states.detach(), positions)
-            handle = KVHandle(self)
-        return handle, handle
-
-    def get_seq_length(self) -> int:
-        return self.seen
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.seen + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    @property
-    def is_croppable(self) -> bool:
-        return not self.cache.method.evicts_while_decoding
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the newest tokens (assisted decoding rejects drafts this way)."""
-        remove = compat.tokens_to_remove(tokens_to_remove, self.seen)
-        if remove == 0:
-            return
-        if not self.is_croppable:
-            raise UnsupportedModeError(
-                f"{self.cache.method.name} evicts while decoding, so rejected draft tokens cannot be taken back; use a "
-                "method that evicts at prefill only (snapkv, adakv, hybridkv) or generate without an assistant"
-            )
-        if self.seen - remove < self.prompt_columns:
-            raise UnsupportedModeError(
-                f"{self.cache.method.name}: the prompt is compressed as a whole and cannot be cropped; call reset() "
-                "and start again"
-            )
-        self.seen -= remove
-        if self.segments is not None:
-            self.segments.crop(self.seen)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._select(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._select(torch.arange(self._batch, device=indices.device)[indices])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._select(torch.arange(self._batch).repeat_interleave(repeats))
-
-    @property
-    def _batch(self) -> int:
-        return self.segments.batch if self.segments is not None else 0
-
-    def _select(self, index: Tensor) -> None:
-        if self.segments is None:
-            return
-        before = self.segments.batch
-        self.segments.select_sequences(index)
-        if self.segments.batch != before:  # beams keep their number; repeats and selections count anew
-            self.full_nbytes = self.full_nbytes // before * self.segments.batch
-            self.prompt_slots = self.prompt_slots * self.segments.batch // before
-        for memory in self.extra_memory:
-            memory.select_sequences(index)
-        _select_tensors(self.state, index)
-
-    # ---- what our attention function calls
-
-    def end_prefill(self, query: Tensor, handle: KVHandle, mask: Mask | None, scaling: float) -> None:
-        """After the dense attention of a prefill chunk: in the last one, lets the method decide and stores the rest."""
-        cache = self.cache
-        query = query.detach()
-        if cache.method.needs_queries(self.ordinal) and self._queries is not None:
-            query = torch.cat([self._queries, query], dim=-2)
-        if not cache.last_chunk:
-            self._queries = query if cache.method.needs_queries(self.ordinal) else None
-            handle.release()
-            return
-        keys, values = (t.detach() for t in self._dense or ())
-        if cache.drafted:  # what an assistant guessed behind the prompt is no part of it
-            drafts = slice(keys.shape[-2] - cache.drafted, None)
-            self._drafts = keys[..., drafts, :].clone(), values[..., drafts, :].clone()
-            keys, values, query = (t[..., : -cache.drafted, :] for t in (keys, values, query))
-        prompt, positions = cache.columns(self.ordinal)
-        view = PrefillView(
-            self.layer_idx, self.ordinal, query, scaling, cache, self.state, self.counts,
-            keys, values, positions, prompt, visible_rows(mask, keys.shape[-2]),
-        )  # fmt: skip
-        keep = cache.method.prefill(view)
-        batch, heads, columns = keys.shape[:3]
-        real = prompt.real[:, None]
-        keep = real if keep is None else keep & real
-        self.segments = Segments.from_dense(keys, values, keep.expand(batch, heads, columns), positions)
-        self.prompt_slots = int(cache.full_prompt.lengths.sum()) * heads
-        per_slot = (keys.shape[-1] + values.shape[-1]) * keys.element_size()
-        # Not `columns`: a layer may have got fewer when evicted tokens left the residual stream.
-        self.prompt_columns = self.decoded_from = cache.prompt_columns
-        self.full_nbytes = per_slot * heads * batch * cache.prompt_columns
-        cache.note_peak()
-        self._dense = self._queries = None
-        handle.release()
-        cache.end_layer(self)
-
-    def store_drafts(self) -> None:
-        """Once the prompt is compressed, adds what came with it but behind it; a crop takes rejected tokens back."""
-        if self._drafts is not None and self.segments is not None:
-            keys, values = self._drafts
-            batch, _, count, _ = keys.shape
-            positions = torch.arange(self.seen - count, self.seen, device=keys.device)
-            self.segments.append(keys, values, positions.expand(batch, count))
-            self._drafts = None
-
-    def attend(self, query: Tensor, mask: Mask | None, scaling: float) -> Tensor:
-        """Attention of query [B, Hq, q, D] over the stored slots; returns [B, q, Hq, Dv]."""
-        cache, segments = self.cache, self.segments
-        if segments is None:
-            raise CacheInUseError("this layer has no prompt yet")
-        method, new = cache.method, query.shape[-2]
-        view = DecodeView(
-            self.layer_idx, self.ordinal, query, scaling, cache, self.state, self.counts, segments, self.seen
-        )
-        if method.retrieves:
-            method.before_attention(view)
-        if cache.trace is not None:
-            cache.trace[-1][self.layer_idx] = segments.positions()
-        allowed = None
-        if new > 1 or mask is None or not mask.plain or mask.padded_from(cache.prompt_columns):
-            allowed = stored_mask(mask, segments.positions(), self.seen, new, cache.prompt_columns)
-        output, view.mass = decode_attention(
-            query, segments.runs, scaling, allowed, need_mass=method.needs_mass, backend=cache.backend
-        )
-        if method.evicts_while_decoding:
-            keep = method.decode(view)
-            if keep is not None:
-                before = int(segments.lengths.sum())
-                cache.note_peak()
-                segments.keep(keep)
-                self.counts.add(evicted=before - int(segments.lengths.sum()))
-        elif cache.max_decode_slots is not None:
-            self._guard(segments, cache.max_decode_slots)
-        return output.transpose(1, 2).contiguous()
-
-    def _guard(self, segments: Segments, limit: int) -> None:
-        """Drops the oldest decoded tokens when more than `limit` are stored; an eighth more, so that it is rare."""
-        if self.seen - self.decoded_from <= limit:
-            return
-        start = self.seen - max(1, limit - limit // 8)
-        positions = segments.positions()
-        before = int(segments.lengths.sum())
-        self.cache.note_peak()
-        segments.keep((positions < self.prompt_columns) | (positions >= start))
-        self.counts.add(evicted=before - int(segments.lengths.sum()))
-        self.decoded_from = start
-
-    @property
-    def device_nbytes(self) -> int:
-        """Storage bytes on the compute device: keys, values, positions, side tensors, a method's state, digests."""
-        dense = sum(t.nbytes for t in self._dense or ())
-        stored = 0 if self.segments is None else self.segments.nbytes + self.segments.side_nbytes
-        state = sum(t.untyped_storage().nbytes() for t in self.state.values() if isinstance(t, Tensor))
-        return dense + stored + state + sum(memory.device_nbytes for memory in self.extra_memory)
-
-    @property
-    def host_nbytes(self) -> int:
-        """Storage bytes in the backing store, 0 for methods without one."""
-        return sum(memory.host_nbytes for memory in self.extra_memory)
 
 
 class CompressedCache(compat.Cache):
@@ -356,7 +112,7 @@ class CompressedCache(compat.Cache):
     def _select(self, index: Tensor) -> None:
         if self.prompt is not None:
             self.prompt = self.prompt.select(index.to(self.prompt.kinds.device))
-        _select_tensors(self.state, index)
+        select_tensors(self.state, index)
 
     def kept(self, layer: int) -> Tensor:
         """Positions stored in model layer `layer` right now: LongTensor [B, H, M], -1 where a head holds fewer."""
@@ -515,13 +271,6 @@ def check_options(method: Method, backend: str = "auto", max_decode_slots: int |
         checks.whole_number(method.name, "max_decode_slots", max_decode_slots, 1, "decoded tokens that stay per head")
     if max_decode_slots is not None and method.evicts_while_decoding:
         raise MethodError(f"{method.name} bounds what it stores by its budget; leave max_decode_slots out")
-
-
-def _select_tensors(state: dict[Any, Any], index: Tensor) -> None:
-    """Reorders a method's state; by convention its tensors are [B, ...]."""
-    for key, value in state.items():
-        if isinstance(value, Tensor):
-            state[key] = value.index_select(0, index.to(value.device))
 
 
 def layer_nbytes(layer: Any) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 from foveakv.errors import CacheInUseError
 
 if TYPE_CHECKING:
-    from foveakv.cache import CompressedLayer
+    from foveakv.layer import CompressedLayer
 
 
 class KVHandle:

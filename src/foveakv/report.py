@@ -12,7 +12,8 @@ from foveakv import compat
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from foveakv.cache import CompressedCache, CompressedLayer
+    from foveakv.cache import CompressedCache
+    from foveakv.layer import CompressedLayer
 
 
 _TOTALS = (

@@ -110,7 +110,7 @@ class ChunkStore:
             parts.append(writer.finish())
         self._keys, self._values = parts
 
-    # ---- accounting (foveakv.cache.ExtraMemory)
+    # ---- accounting (foveakv.layer.ExtraMemory)
 
     @property
     def digest_nbytes(self) -> int:
