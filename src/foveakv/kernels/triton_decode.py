@@ -1,0 +1,195 @@
+"""Decode attention in Triton: every stored slot is read once, in place, whatever the lengths of the runs.
+
+Two launches: one program per (run, split of the run) does an online softmax over its slots, then the splits of every
+row are merged. The attention mass, where asked for, is a third launch that recomputes the scores against the final
+log-sum-exp, so that nothing is added atomically and the result does not change from call to call.
+
+Nothing waits for the device: starts and lengths are read there, and the grid follows from shapes and from the power
+of two above `max_length`. A call captured in a CUDA graph stays right while lengths change in place below that power
+of two (the shape of a mask or a mass, of course, stays what it was).
+
+Contract with `foveakv.kernels`: the registry row "triton" imports this module on first use and calls `attend`;
+`available()` says whether that can work here. Importing this module does not import triton; the first call does.
+Without a GPU the same code runs in Triton's interpreter: set TRITON_INTERPRET=1 before the first call (for tests).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import math
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foveakv.errors import MethodError
+from foveakv.memory.segments import Runs
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+LARGEST_DIM = 256
+FEWEST_ROWS, MOST_ROWS = 16, 64  # query rows of a program: tl.dot wants at least 16
+# Shared memory, the same for every GPU: consumer cards have 99 KB for a program, half of an A100's or H100's.
+ROW_BYTES = 64 * 1024  # query and output rows of a program
+TILE_BYTES = 32 * 1024  # keys and values of one tile
+STAGES = 2
+WARPS = 4
+PROGRAMS_PER_PROCESSOR = 4
+PARTS = 32  # splits that the merge reads at a time
+
+
+def available() -> bool:
+    """Whether the backend can run here: triton is installed and there is a CUDA device, or TRITON_INTERPRET=1."""
+    if importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+
+
+def attend(
+    query: Tensor, runs: Runs, scaling: float, mask: Tensor | None = None, need_mass: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """See `foveakv.kernels.decode_attention` for shapes. float16, bfloat16 and float32; head dims up to 256."""
+    out, mass, _ = attend_with_lse(query, runs, scaling, mask, need_mass)
+    return out, mass
+
+
+def attend_with_lse(
+    query: Tensor,
+    runs: Runs,
+    scaling: float,
+    mask: Tensor | None = None,
+    need_mass: bool = False,
+    *,
+    tile: int | None = None,
+    split: int | None = None,
+    warps: int = WARPS,
+    stages: int = STAGES,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """out [B, Hq, q, Dv], mass [B, H, M] or None, and the natural log-sum-exp [B, Hq, q] float32.
+
+    The log-sum-exp of a query that may attend to nothing is -inf. `tile` (slots per step, a power of two of at least
+    16), `split` (slots per program, a multiple of the tile), `warps` and `stages` are for tuning and tests.
+    """
+    kernels = _kernels(query, runs)
+    batch, query_heads, q, dim = query.shape
+    value_dim = runs.values.shape[-1]
+    rows, total = query_heads // runs.heads * q, batch * runs.heads
+    out = query.new_empty(batch, query_heads, q, value_dim)
+    lse = torch.empty(batch, query_heads, q, dtype=torch.float32, device=query.device)
+    mass = None
+    if need_mass:
+        mass = torch.empty(batch, runs.heads, runs.max_length, dtype=torch.float32, device=query.device)
+    if runs.max_length == 0:
+        return out.zero_(), mass, lse.fill_(-torch.inf)
+
+    block_d, block_dv = max(16, _power(dim)), max(16, _power(value_dim))
+    slot_bytes = _power(block_d + block_dv) * runs.keys.element_size()
+    block_rows = row_block(rows, slot_bytes)
+    blocks = -(-rows // block_rows)
+    tile = tile or tile_size(slot_bytes)
+    split = split or split_size(runs.keys.shape[0] * blocks, tile, _processors(query.device))
+    splits = max(1, -(-_power(runs.max_length) // split))
+    # Programs that share a run's partial results never share an entry, and the merge reads what was written only.
+    part_out = torch.empty(total, splits, rows, value_dim, dtype=torch.float32, device=query.device)
+    part_top = torch.empty(total, splits, rows, dtype=torch.float32, device=query.device)
+    part_sum = torch.empty_like(part_top)
+
+    scale = scaling * math.log2(math.e)
+    if mask is None:
+        bits, mask_strides = runs.length, (0, 0, 0)  # any pointer will do: it is not read
+    else:
+        mask = mask if mask.stride(3) == 1 else mask.contiguous()
+        bits = mask.view(torch.uint8)
+        mask_strides = (mask.stride(0), mask.stride(1) if mask.shape[1] > 1 else 0, mask.stride(2))
+    # Operands of different types meet in float32; the interpreter has no arithmetic in bfloat16.
+    upcast = len({query.dtype, runs.keys.dtype, runs.values.dtype}) > 1 or (
+        kernels.INTERPRETED and query.dtype == torch.bfloat16
+    )
+    tuning = {"num_warps": warps, "num_stages": stages}
+    with _on(query.device):
+        kernels.partial_attention[total, splits, blocks](
+            query, runs.keys, runs.values, runs.start, runs.length, bits, part_out, part_top, part_sum, scale,
+            rows, q, runs.heads, split, splits,
+            *query.stride(), runs.keys.stride(0), runs.values.stride(0), *mask_strides,
+            D=dim, DV=value_dim, BLOCK_D=block_d, BLOCK_DV=block_dv,
+            ROWS=block_rows, TILE=tile, HAS_MASK=mask is not None, UPCAST=upcast, **tuning,
+        )  # fmt: skip
+        kernels.merge_parts[total, rows](
+            part_out, part_top, part_sum, runs.length, out, lse, rows, split, splits,
+            DV=value_dim, BLOCK_DV=block_dv, PARTS=PARTS,
+        )  # fmt: skip
+        if mass is not None:
+            kernels.attention_mass[total, -(-runs.max_length // tile)](
+                query, runs.keys, runs.start, runs.length, bits, lse, mass, scale, rows, q, runs.heads, runs.max_length,
+                *query.stride(), runs.keys.stride(0), *mask_strides,
+                D=dim, BLOCK_D=block_d, ROWS=block_rows, TILE=tile, HAS_MASK=mask is not None, UPCAST=upcast, **tuning,
+            )  # fmt: skip
+    return out, mass, lse
+
+
+def row_block(rows: int, slot_bytes: int) -> int:
+    """Query rows per program, for rows whose query and output take as many elements as a slot's key and value."""
+    return max(FEWEST_ROWS, min(MOST_ROWS, ROW_BYTES // slot_bytes, _power(rows)))
+
+
+def tile_size(slot_bytes: int) -> int:
+    """Slots per tile, for slots that take `slot_bytes` (a power of two: dims as padded)."""
+    return max(16, min(128, TILE_BYTES // slot_bytes))
+
+
+def split_size(slots: int, tile: int, processors: int) -> int:
+    """Slots per program, a multiple of the tile: long enough to be worth a merge, short enough to occupy the GPU.
+
+    Programs are equally long whatever the run, so that one long run does not keep the device waiting.
+    """
+    wanted = -(-slots // (processors * PROGRAMS_PER_PROCESSOR))
+    return max(2, -(-wanted // tile)) * tile
+
+
+def _power(number: int) -> int:
+    """The smallest power of two that is not below `number`."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensors'."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _kernels(query: Tensor, runs: Runs) -> Any:
+    """The module of device code, once it is clear that it can run with these tensors."""
+    for tensor in (query, runs.keys, runs.values):
+        if tensor.dtype not in DTYPES:
+            raise MethodError(
+                f"the triton backend computes in float16, bfloat16 and float32, got {tensor.dtype}; "
+                "use backend='auto' or convert the model"
+            )
+        if tensor.shape[-1] > LARGEST_DIM:
+            raise MethodError(
+                f"the triton backend takes head dims up to {LARGEST_DIM}, got {tensor.shape[-1]}; use backend='blocks'"
+            )
+    if runs.keys.stride(1) != 1 or runs.values.stride(1) != 1:
+        raise ValueError("keys and values must have contiguous rows; call .contiguous() on the flat buffers")
+    try:
+        kernels = importlib.import_module("foveakv.kernels.triton_kernels")
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise MethodError(
+            "backend='triton' needs the package triton (pip install triton, the version that fits your torch); "
+            "or use backend='auto'"
+        ) from error
+    if query.device.type != "cuda" and not kernels.INTERPRETED:
+        raise MethodError(
+            f"the triton backend runs on CUDA, these tensors are on {query.device}; use backend='auto' (for tests, "
+            "set TRITON_INTERPRET=1 before the first call)"
+        )
+    return kernels
