@@ -80,8 +80,28 @@ def mark(cells: np.ndarray, value: int, top: float, left: float, bottom: float, 
     cells[np.ix_((centre >= top) & (centre < bottom), (centre >= left) & (centre < right))] = value
 
 
-def digits_card(rng: np.random.Generator, glyphs: np.ndarray, length: int) -> Card:
-    """`length` (1, 2 or 3) handwritten digits in a row. glyphs: uint8 [10, n, 20, 20]."""
+def warped(rng: np.random.Generator, glyph: np.ndarray) -> np.ndarray:
+    """Another hand: the glyph (uint8 [20, 20]) turned, slanted, stretched and bent, its strokes thicker or thinner."""
+    size = 80  # warped enlarged, so that thin strokes survive
+    y, x = np.mgrid[-1 : 1 : size * 1j, -1 : 1 : size * 1j]
+    angle, slant = rng.normal(0, 0.12), rng.normal(0, 0.12)
+    wide, high = np.exp(rng.normal(0, 0.08, 2))
+    across = (np.cos(angle) * x + np.sin(angle) * y) * wide + slant * y
+    down = (np.cos(angle) * y - np.sin(angle) * x) * high
+    for field in (across, down):  # a smooth random bend
+        field += cv2.resize(rng.normal(0, 0.05, (4, 4)), (size, size), interpolation=cv2.INTER_CUBIC)
+    big = cv2.resize(glyph, (size, size), interpolation=cv2.INTER_CUBIC)
+    to_pixels = [((field + 1) * (size - 1) / 2).astype(np.float32) for field in (across, down)]
+    big = cv2.remap(big, *to_pixels, cv2.INTER_LINEAR)
+    if (stroke := int(rng.integers(-4, 6))) > 0:
+        big = cv2.dilate(big, cv2.getStructuringElement(cv2.MORPH_ELLIPSE, (stroke, stroke)))
+    elif stroke < -1:
+        big = cv2.erode(big, cv2.getStructuringElement(cv2.MORPH_ELLIPSE, (-stroke, -stroke)))
+    return cv2.resize(big, glyph.shape, interpolation=cv2.INTER_AREA)
+
+
+def digits_card(rng: np.random.Generator, glyphs: np.ndarray, length: int, warp: float = 0.0) -> Card:
+    """`length` (1, 2 or 3) handwritten digits in a row. glyphs: uint8 [10, n, 20, 20]; warp: share that is warped."""
     canvas, ink = ground_and_ink(rng)
     low, high = {1: (58, 106), 2: (46, 60), 3: (33, 41)}[length]
     side, values, cells = (
@@ -94,6 +114,8 @@ def digits_card(rng: np.random.Generator, glyphs: np.ndarray, length: int) -> Ca
     top, left = int(rng.integers(0, SIZE - side + 1)), int(rng.integers(0, max(1, SIZE - width + 1)))
     for i, value in enumerate(values):
         glyph = glyphs[value, rng.integers(glyphs.shape[1])]
+        if warp and rng.random() < warp:
+            glyph = warped(rng, glyph)
         cover = (
             cv2.resize(glyph, (side, side), interpolation=cv2.INTER_CUBIC).astype(float).clip(0, 255)[..., None] / 255
         )
@@ -182,9 +204,10 @@ def makers(sources: Path, split: str) -> dict[str, Callable[[np.random.Generator
         files = pictures[caption]
         return picture_card(rng, caption, images[files[rng.integers(len(files))]])
 
+    warp = 0.7 if split == "train" else 0.0  # 400 glyphs of a digit are few
     return {
-        "digit": lambda rng: digits_card(rng, glyphs, 1),
-        "number": lambda rng: digits_card(rng, glyphs, int(rng.integers(2, 4))),
+        "digit": lambda rng: digits_card(rng, glyphs, 1, warp),
+        "number": lambda rng: digits_card(rng, glyphs, int(rng.integers(2, 4)), warp),
         "word": lambda rng: word_card(rng, WORDS[rng.integers(len(WORDS))], font_files),
         "picture": picture,
     }

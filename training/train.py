@@ -29,8 +29,8 @@ from common import Student, Tasks, accuracy, load_towers, read_pools
 from foveakv.embedded.network import Adapter
 
 RATES = {"projector": 3e-4, "low_rank": 6e-4}
-MIX = {"digit": 0.35, "number": 0.25, "word": 0.2, "picture": 0.2}
-ALIGN = {"digit": 8, "number": 16, "word": 48, "picture": 12}  # further cards per step for the projector alone: cheap
+MIX = {"digit": 0.38, "number": 0.34, "word": 0.1, "picture": 0.18}
+ALIGN = {"digit": 24, "number": 24, "word": 24, "picture": 12}  # further cards per step for the projector alone: cheap
 ALIGN_WEIGHT = 0.1
 CHECKS = {  # name -> (kinds, images, sequences)
     "digit1": ({"digit": 1.0}, 1, 40),
@@ -58,7 +58,7 @@ def draw(rng: np.random.Generator, tasks: Tasks, done: float, cards: int) -> lis
             kinds = [str(rng.choice(list(MIX), p=list(MIX.values())))] * count
         else:
             kinds = [str(k) for k in rng.choice(list(MIX), count, p=list(MIX.values()))]
-        batch.append(tasks.sequence(rng, kinds, reverse=0.3 * (count > 1), listing=0.3 * (count > 1), ground=ground))
+        batch.append(tasks.sequence(rng, kinds, reverse=0.3 * (count > 1), listing=0.4 * (count > 1), ground=ground))
     return batch
 
 

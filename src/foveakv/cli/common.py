@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import tempfile
@@ -15,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from foveakv.errors import FoveaKVError, InputError
+from foveakv.errors import FoveaKVError, InputError, MissingDependencyError
 
 EXIT_CODE = 2
 
@@ -84,6 +85,19 @@ def quiet_transformers() -> None:
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+
+
+_PICTURES = (".png", ".pdf", ".svg", ".jpg", ".jpeg", ".webp")
+
+
+def check_pictures(*paths: Path | None) -> None:
+    """Fails before any work when a plot could not be drawn later."""
+    wanted = [path for path in paths if path is not None]
+    for path in wanted:
+        if path.suffix.lower() not in _PICTURES:
+            raise InputError(f"{path}: the name of a picture ends in one of {', '.join(_PICTURES)}")
+    if wanted and importlib.util.find_spec("matplotlib") is None:
+        raise MissingDependencyError("plots need matplotlib: pip install 'foveakv[demo]'")
 
 
 def check_output_files(*paths: Path | None) -> None:

@@ -89,6 +89,7 @@ def compare(
     from foveakv.inputs import build_inputs, read_images
 
     common.check_output_files(json, plot, kept_png)
+    common.check_pictures(plot, kept_png)
     if (sample is None) == (prompt is None):
         raise InputError("give either --prompt (with --image) or --sample N")
     if sample is not None and (model != "demo" or image):

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foveakv.errors import MethodError
 from foveakv.methods.base import PrefillView, keep_top
+from foveakv.methods.checks import share
 from foveakv.methods.snapkv import SnapKV, window_and_scores
 
 
@@ -28,8 +28,7 @@ class AdaKV(SnapKV):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.floor <= 1:
-            raise MethodError(f"adakv: floor is a share between 0 and 1, got {self.floor}")
+        share(self.name, "floor", self.floor, meaning="the part of an equal division that every head gets")
 
     def prefill(self, view: PrefillView) -> Tensor:
         size = self.budget_tokens(view.cache, self.budget)

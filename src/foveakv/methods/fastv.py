@@ -11,6 +11,7 @@ from torch import Tensor
 
 from foveakv.errors import MethodError
 from foveakv.methods.base import Method, PrefillView, keep_top
+from foveakv.methods.checks import flag, share, whole_number
 from foveakv.scores import attention_rows
 
 if TYPE_CHECKING:
@@ -40,10 +41,9 @@ class FastV(Method):
     visual_only: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.layer < 1:
-            raise MethodError(f"fastv: layer is {self.layer}; layers are counted from 1")
-        if not 0 < self.ratio <= 1:
-            raise MethodError(f"fastv: ratio is {self.ratio}; it is the share of visual tokens to drop, in (0, 1]")
+        whole_number(self.name, "layer", self.layer, 1, "layers are counted from 1")
+        share(self.name, "ratio", self.ratio, above_zero=True, meaning="the share of visual tokens to drop")
+        flag(self.name, "drop_hidden_states", self.drop_hidden_states)
 
     @property
     def drop_hidden_after(self) -> int | None:

@@ -15,6 +15,7 @@ from foveakv.errors import CacheInUseError, MethodError, UnsupportedModeError
 from foveakv.memory.chunks import ChunkStore, Place
 from foveakv.memory.segments import Segments
 from foveakv.methods.base import DecodeView, Method, PrefillView, keep_top
+from foveakv.methods.checks import choice, flag, number, share, whole_number
 from foveakv.prompt import PromptMap
 from foveakv.scores import text_rows, topk_mass, window_scores
 
@@ -91,21 +92,20 @@ class HybridKV(Method):
 
     def __post_init__(self) -> None:
         parse_budget(self.budget)
-        _check_share("theta", self.theta, "a head score lies between 0 and 1")
+        share(self.name, "theta", self.theta, meaning="a head score from which a head is static")
         if self.theta_quantile is not None:
-            _check_share("theta_quantile", self.theta_quantile, "it is the share of heads that become dynamic")
-        _check_share("alpha", self.alpha, "it is the share of the static budget that is dealt out evenly")
-        _check_share("k_ratio", self.k_ratio, "it is a share of the prompt's tokens")
-        if not 0 <= self.rho < math.inf:
-            raise MethodError(f"hybridkv: rho must be 0 or more (1: dynamic heads get the mean budget), got {self.rho}")
-        for option in ("window", "chunk_size", "max_text_rows", "min_budget"):
-            value = getattr(self, option)
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise MethodError(f"hybridkv: {option} is a number of tokens, 1 or more, got {value!r}")
+            share(self.name, "theta_quantile", self.theta_quantile, meaning="the share of heads that become dynamic")
+        share(self.name, "alpha", self.alpha, meaning="the part of the static budget that is dealt out evenly")
+        share(self.name, "k_ratio", self.k_ratio, meaning="of the prompt's tokens")
+        number(self.name, "rho", self.rho, 0, meaning="1: dynamic heads get the mean budget")
+        for option in ("window", "chunk_size", "max_text_rows"):
+            whole_number(self.name, option, getattr(self, option), 1)
+        if self.min_budget is not None:
+            whole_number(self.name, "min_budget", self.min_budget, 1, "or None: the window")
         for option, known in _CHOICES.items():
-            value = getattr(self, option)
-            if value not in known:
-                raise MethodError(f"hybridkv: {option} must be one of {', '.join(known)}, got {value!r}")
+            choice(self.name, option, getattr(self, option), known)
+        for option in ("head_level", "type_level", "count_digests"):
+            flag(self.name, option, getattr(self, option))
         if self.store_dir is not None and self.store != "disk":
             raise MethodError(f'hybridkv: store_dir is used by store="disk" only; this one has store={self.store!r}')
 
@@ -275,11 +275,6 @@ _CHOICES = {
     "store": ("host", "device", "disk"),
     "classify": ("auto", "all_static", "all_dynamic"),
 }
-
-
-def _check_share(option: str, value: Any, meaning: str) -> None:
-    if not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise MethodError(f"hybridkv: {option} must lie between 0 and 1 ({meaning}), got {value!r}")
 
 
 def _segments(layer: CompressedLayer) -> Segments:

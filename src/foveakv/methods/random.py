@@ -10,6 +10,7 @@ from torch import Tensor
 
 from foveakv.budget import parse_budget
 from foveakv.methods.base import Method, PrefillView, keep_top
+from foveakv.methods.checks import whole_number
 
 
 @dataclass
@@ -27,6 +28,7 @@ class Random(Method):
 
     def __post_init__(self) -> None:
         parse_budget(self.budget)
+        whole_number(self.name, "seed", self.seed, 0)
 
     def prefill(self, view: PrefillView) -> Tensor:
         visual = view.prompt.visual

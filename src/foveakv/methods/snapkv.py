@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from foveakv.budget import parse_budget
 from foveakv.errors import MethodError
 from foveakv.methods.base import Method, PrefillView, keep_top
+from foveakv.methods.checks import whole_number
 from foveakv.scores import window_scores
 
 
@@ -31,10 +32,10 @@ class SnapKV(Method):
 
     def __post_init__(self) -> None:
         parse_budget(self.budget)
-        if self.window < 1:
-            raise MethodError(f"{self.name}: window is a number of tokens, 1 or more, got {self.window}")
-        if self.kernel < 1 or self.kernel % 2 == 0:
-            raise MethodError(f"{self.name}: kernel is an odd number of tokens, got {self.kernel}")
+        whole_number(self.name, "window", self.window, 1, "tokens at the end of the prompt")
+        whole_number(self.name, "kernel", self.kernel, 1, "neighbouring tokens to pool over")
+        if self.kernel % 2 == 0:
+            raise MethodError(f"{self.name}: kernel must be odd, so that a token is in the middle; got {self.kernel}")
 
     def needs_queries(self, ordinal: int) -> bool:
         return True
