@@ -104,9 +104,13 @@ def test_right_padding_scores_with_the_last_real_token(model):
     assert kept[0][kept[0] >= 0].tolist() == kept[1].tolist()
 
 
-def test_beams_and_chunks(model, inputs, batch):
+def test_beams(model, batch):
     run = matrix.compressed(model, FastV(), batch.inputs, num_beams=3)
     matrix.check_against_reference(model, run, batch.inputs, 1e-9, num_beams=3)
+
+
+@families.images_in_chunks
+def test_a_prompt_in_chunks_keeps_the_same(model, inputs):
     whole = matrix.compressed(model, FastV(), inputs)
     chunks = matrix.compressed(model, FastV(), inputs, prefill_chunk_size=20)
     assert torch.equal(whole.tokens, chunks.tokens)

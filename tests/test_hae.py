@@ -331,6 +331,7 @@ def test_a_second_turn_flushes_whole_bins(model):
             assert int(layer.segments.field("marked").sum()) == int((lengths - 25).sum())
 
 
+@families.images_in_chunks
 def test_a_prompt_in_chunks_keeps_the_same(model, inputs):
     method = matrix.method("hae")
     whole = matrix.compressed(model, method, inputs)

@@ -427,6 +427,7 @@ def test_cropping_into_the_prompt_is_refused() -> None:
             cache.crop(20)
 
 
+@families.images_in_chunks
 @pytest.mark.parametrize("options", [MIXED, {"theta": 0.76, "budget": 0.5, "window": 4}])
 def test_a_prefill_in_chunks_gives_the_same(options: dict[str, Any]) -> None:
     whole, _, _ = run(HybridKV(**options))

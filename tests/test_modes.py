@@ -444,11 +444,18 @@ def test_chunked_prefill(name: str, chunk: int) -> None:
     assert largest_difference([step[:, -1:] for step in run.logits[-steps:]], whole.logits) < 1e-6
 
 
+@pytest.mark.skipif(families.IMAGES_IN_CHUNKS, reason="this transformers keeps the images of a prefill in chunks")
+def test_chunked_prefill_that_would_lose_images_is_refused() -> None:
+    with pytest.raises(errors.UnsupportedModeError, match="loses pixel_values"):
+        matrix.compressed(
+            matrix.model("llava", torch.float64), matrix.method("snapkv"), inputs_of("llava"), prefill_chunk_size=16
+        )
+
+
+@families.images_in_chunks
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava", "gemma3"])
 def test_chunked_prefill_with_images(family: str, name: str) -> None:
-    if not families.accepts(family, "cache"):
-        pytest.skip("transformers before 5.24 loses the images of a prefill in chunks")
     model, inputs = matrix.model(family, torch.float64), inputs_of(family)
     run = matrix.compressed(model, matrix.method(name), inputs, prefill_chunk_size=16)
     if family == "gemma3":  # a chunk may cut through an image, whose tokens would see each other in one piece

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import transformers
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.generation import utils as generation
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -94,6 +95,17 @@ def register_attention(name: str, attention: Callable[..., Any], mask: Callable[
     """Adds an implementation to transformers' two registries (their extension point; nothing is replaced)."""
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
+
+
+def lost_in_chunks(inputs: Mapping[str, Any]) -> list[str]:
+    """The picture, video and audio inputs that this transformers drops when a prompt is read in chunks.
+
+    Versions that can encode them before the first chunk list `mm_encoder_outputs` among the names of the prefill.
+    """
+    media = generation.MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
+    if "mm_encoder_outputs" in media:
+        return []
+    return [name for name in media if inputs.get(name) is not None]
 
 
 def tokens_to_remove(amount: int, seen: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from foveakv import compat
 from foveakv.errors import UnsupportedModeError
 from foveakv.methods import Method
 
@@ -51,6 +52,11 @@ def check_generate(model: Any, method: Method, kwargs: dict[str, Any]) -> None:
     if implementation not in (None, "dynamic", "dynamic_full", "hybrid"):
         raise UnsupportedModeError(
             f"{method.name} brings its own cache and cannot use cache_implementation={implementation!r}; remove it"
+        )
+    if _setting(model, kwargs, "prefill_chunk_size") and (lost := compat.lost_in_chunks(kwargs)):
+        raise UnsupportedModeError(
+            f"transformers {compat.VERSION} loses {', '.join(lost)} when it reads a prompt in chunks; remove "
+            "prefill_chunk_size, or install transformers 5.24 or newer"
         )
     if _setting(model, kwargs, "penalty_alpha"):
         raise UnsupportedModeError(f"{method.name} does not support contrastive search; remove penalty_alpha")
