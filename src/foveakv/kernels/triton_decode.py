@@ -8,8 +8,9 @@ Nothing waits for the device: starts and lengths are read there, and the grid fo
 of two above `max_length`. A call captured in a CUDA graph stays right while lengths change in place below that power
 of two (the shape of a mask or a mass, of course, stays what it was).
 
-Contract with `foveakv.kernels`: the registry row "triton" imports this module on first use and calls `attend`;
-`available()` says whether that can work here. Importing this module does not import triton; the first call does.
+Contract with `foveakv.kernels`: the registry row "triton" imports this module on first use and calls
+`attend_with_lse`; `available()` says whether that can work on this machine, `supports(query, runs)` whether it takes
+such tensors. Importing this module does not import triton; the first call does.
 Without a GPU the same code runs in Triton's interpreter: set TRITON_INTERPRET=1 before the first call (for tests).
 """
 
@@ -46,6 +47,11 @@ def available() -> bool:
     if importlib.util.find_spec("triton") is None:
         return False
     return torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes")
+
+
+def supports(query: Tensor, runs: Runs) -> bool:
+    """Whether the backend takes tensors of these types and head dims (wherever they are)."""
+    return _complaint(query, runs) is None
 
 
 def attend(
@@ -164,18 +170,25 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def _kernels(query: Tensor, runs: Runs) -> Any:
-    """The module of device code, once it is clear that it can run with these tensors."""
+def _complaint(query: Tensor, runs: Runs) -> str | None:
     for tensor in (query, runs.keys, runs.values):
         if tensor.dtype not in DTYPES:
-            raise MethodError(
+            return (
                 f"the triton backend computes in float16, bfloat16 and float32, got {tensor.dtype}; "
                 "use backend='auto' or convert the model"
             )
         if tensor.shape[-1] > LARGEST_DIM:
-            raise MethodError(
+            return (
                 f"the triton backend takes head dims up to {LARGEST_DIM}, got {tensor.shape[-1]}; use backend='blocks'"
             )
+    return None
+
+
+def _kernels(query: Tensor, runs: Runs) -> Any:
+    """The module of device code, once it is clear that it can run with these tensors."""
+    complaint = _complaint(query, runs)
+    if complaint is not None:
+        raise MethodError(complaint)
     if runs.keys.stride(1) != 1 or runs.values.stride(1) != 1:
         raise ValueError("keys and values must have contiguous rows; call .contiguous() on the flat buffers")
     try:
