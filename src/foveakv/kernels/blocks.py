@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from foveakv.kernels.contract import Attended
 from foveakv.memory.segments import Runs, dense
 
 # Ragged runs are copied into one padded batch while that is cheaper than more calls: on a CPU while the keys of a run
@@ -30,34 +31,44 @@ SHORTEST_STRIP = 256
 
 
 def attend(
-    query: Tensor, runs: Runs, scaling: float, mask: Tensor | None = None, need_mass: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """See `foveakv.kernels.decode_attention` for shapes."""
+    query: Tensor,
+    runs: Runs,
+    scaling: float,
+    mask: Tensor | None = None,
+    need_mass: bool = False,
+    need_lse: bool = False,
+) -> Attended:
+    """See `foveakv.kernels.attend` for shapes."""
     if query.device.type != "cpu":
         few = runs.uniform or runs.max_length <= PADDED_SLOTS
-        return (attend_whole if few else attend_tiles)(query, runs, scaling, mask, need_mass)
+        return (attend_whole if few else attend_tiles)(query, runs, scaling, mask, need_mass, need_lse)
     if runs.uniform:
         # One call gives every run to one thread; long runs on a machine with more threads than runs are cut.
         idle = torch.get_num_threads() > runs.batch * runs.heads and runs.max_length >= 4 * SHORTEST_STRIP
         whole = need_mass or not idle
     else:
         whole = runs.max_length * runs.keys.shape[1] * runs.keys.element_size() <= PADDED_BYTES_CPU
-    return (attend_whole if whole else attend_strips)(query, runs, scaling, mask, need_mass)
+    return (attend_whole if whole else attend_strips)(query, runs, scaling, mask, need_mass, need_lse)
 
 
 def attend_whole(
-    query: Tensor, runs: Runs, scaling: float, mask: Tensor | None = None, need_mass: bool = False
-) -> tuple[Tensor, Tensor | None]:
+    query: Tensor,
+    runs: Runs,
+    scaling: float,
+    mask: Tensor | None = None,
+    need_mass: bool = False,
+    need_lse: bool = False,
+) -> Attended:
     """All runs in one call: dense views of uniform runs, a padded copy of ragged ones."""
     if runs.max_length == 0:
-        return _nothing(query, runs, need_mass)
+        return _nothing(query, runs, need_mass, need_lse)
     packed = _pack(query, runs.heads)
     keys, values, stored = (*dense(runs), None) if runs.uniform else _padded(runs)
     allowed = None if mask is None else _pack_mask(mask, packed.shape[2])
     if stored is not None:
         allowed = stored if allowed is None else allowed & stored
-    out, mass = _whole(packed, keys, values, scaling, allowed, need_mass)
-    return out.reshape(*query.shape[:3], -1), mass
+    out, mass, lse = _whole(packed, keys, values, scaling, allowed, need_mass, need_lse)
+    return Attended(out.reshape(*query.shape[:3], -1), mass, None if lse is None else lse.reshape(query.shape[:3]))
 
 
 def attend_strips(
@@ -66,18 +77,20 @@ def attend_strips(
     scaling: float,
     mask: Tensor | None = None,
     need_mass: bool = False,
+    need_lse: bool = False,
     *,
     threads: int | None = None,
     shortest: int = SHORTEST_STRIP,
-) -> tuple[Tensor, Tensor | None]:
+) -> Attended:
     """One call per run, in place; with several threads up to two strips of a run for each, merged at the end."""
     if runs.max_length == 0:
-        return _nothing(query, runs, need_mass)
+        return _nothing(query, runs, need_mass, need_lse)
     packed = _pack(query, runs.heads)
     batch, heads, n, _ = packed.shape
     rows = packed.view(batch * heads, n, -1)
     out = query.new_zeros(batch * heads, n, runs.values.shape[-1])
     mass = torch.zeros(len(rows), runs.max_length, dtype=_precision(query), device=query.device) if need_mass else None
+    lse = torch.full((len(rows), n), -torch.inf, dtype=_precision(query), device=query.device) if need_lse else None
     allowed = None
     if mask is not None:
         allowed = _pack_mask(mask, n).expand(batch, heads, -1, -1).reshape(batch * heads, -1, runs.max_length)
@@ -95,10 +108,12 @@ def attend_strips(
         if count == 1:
             # Four dimensions: with fewer, PyTorch falls back to a path that copies the keys.
             visible = None if visible is None else visible[None, None]
-            got, got_mass = _whole(
-                rows[None, None, run], keys[None, None], values[None, None], scaling, visible, need_mass
+            got, got_mass, got_lse = _whole(
+                rows[None, None, run], keys[None, None], values[None, None], scaling, visible, need_mass, need_lse
             )
             out[run] = got[0, 0]
+            if lse is not None and got_lse is not None:
+                lse[run] = got_lse[0, 0]
             if mass is not None and got_mass is not None:
                 mass[run, :stored] = got_mass[0, 0]
             continue
@@ -120,12 +135,14 @@ def attend_strips(
             owners += [run] * pieces
     if strips:
         outs, sums = (torch.cat(parts) for parts in zip(*strips, strict=True))
-        merged, _ = _merge(outs, sums, torch.tensor(owners, device=query.device), len(rows))
+        merged, merged_lse = _merge(outs, sums, torch.tensor(owners, device=query.device), len(rows))
         split = torch.tensor(sorted(set(owners)), device=query.device)
         out.index_copy_(0, split, merged[split].to(out.dtype))
+        if lse is not None:
+            lse.index_copy_(0, split, merged_lse[split].to(lse.dtype))
     if mass is not None:
         mass = mass.view(batch, heads, -1)
-    return out.view(*query.shape[:3], -1), mass
+    return Attended(out.view(*query.shape[:3], -1), mass, None if lse is None else lse.view(query.shape[:3]))
 
 
 def attend_tiles(
@@ -134,12 +151,13 @@ def attend_tiles(
     scaling: float,
     mask: Tensor | None = None,
     need_mass: bool = False,
+    need_lse: bool = False,
     *,
     tile: int | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> Attended:
     """Two batched calls whatever the number of runs: whole tiles in place, the ends of the runs gathered."""
     if runs.max_length == 0:
-        return _nothing(query, runs, need_mass)
+        return _nothing(query, runs, need_mass, need_lse)
     packed = _pack(query, runs.heads)
     batch, heads, n, dim = packed.shape
     total = batch * heads
@@ -169,13 +187,16 @@ def attend_tiles(
             probabilities = torch.exp(scores - _safe(lse)[owner][..., None]).sum(1)  # [P, T]; padding adds exact zeros
             flat.index_add_(0, (owner[:, None] * runs.max_length + slots).view(-1), probabilities.view(-1))
         mass = flat.view(batch, heads, runs.max_length)
-    return out.to(query.dtype).view(*query.shape[:3], -1), mass
+    out = out.to(query.dtype).view(*query.shape[:3], -1)
+    return Attended(out, mass, lse.view(query.shape[:3]) if need_lse else None)
 
 
-def _nothing(query: Tensor, runs: Runs, need_mass: bool) -> tuple[Tensor, Tensor | None]:
+def _nothing(query: Tensor, runs: Runs, need_mass: bool, need_lse: bool) -> Attended:
     """No run stores anything: zeros, and an empty mass."""
     mass = torch.zeros(runs.batch, runs.heads, 0, dtype=_precision(query), device=query.device)
-    return query.new_zeros(*query.shape[:3], runs.values.shape[-1]), mass if need_mass else None
+    lse = torch.full(query.shape[:3], -torch.inf, dtype=_precision(query), device=query.device)
+    out = query.new_zeros(*query.shape[:3], runs.values.shape[-1])
+    return Attended(out, mass if need_mass else None, lse if need_lse else None)
 
 
 def _pack(query: Tensor, heads: int) -> Tensor:
@@ -220,22 +241,32 @@ def _padded(runs: Runs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _whole(
-    query: Tensor, keys: Tensor, values: Tensor, scaling: float, allowed: Tensor | None, need_mass: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Attention in one piece: query [B, H, n, D], keys [B, H, M, D], allowed bool, broadcastable to [B, H, n, M]."""
-    mass = None
-    if need_mass or (keys.device.type == "cpu" and keys.shape[-1] != values.shape[-1]):  # no fused kernel for those
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    scaling: float,
+    allowed: Tensor | None,
+    need_mass: bool,
+    need_lse: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Attention in one piece: query [B, H, n, D], keys [B, H, M, D], allowed bool, broadcastable to [B, H, n, M].
+
+    Returns out [B, H, n, Dv], mass [B, H, M] and log-sum-exp [B, H, n], the latter two where needed.
+    """
+    mass = lse = None
+    if need_mass or need_lse or (keys.device.type == "cpu" and keys.shape[-1] != values.shape[-1]):  # no fused kernel for those
         scores = _scores(query, keys, scaling, allowed)
         probabilities = scores.softmax(-1)
         if allowed is not None:
             probabilities = probabilities.masked_fill(~allowed.any(-1, keepdim=True), 0)
         out = probabilities @ values.to(probabilities.dtype)
         mass = probabilities.sum(-2) if need_mass else None
+        lse = scores.logsumexp(-1) if need_lse else None
     else:
         out = F.scaled_dot_product_attention(query, keys, values, attn_mask=allowed, scale=scaling)
     if allowed is not None:
         out = out.masked_fill(~allowed.any(-1, keepdim=True), 0)
-    return out.to(query.dtype), mass
+    return out.to(query.dtype), mass, lse
 
 
 def _scores(query: Tensor, keys: Tensor, scaling: float, allowed: Tensor | None) -> Tensor:

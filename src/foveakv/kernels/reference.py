@@ -5,18 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from foveakv.kernels.contract import Attended
 from foveakv.memory.segments import Runs
 
 
 def attend(
-    query: Tensor, runs: Runs, scaling: float, mask: Tensor | None = None, need_mass: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """See `foveakv.kernels.decode_attention` for shapes."""
+    query: Tensor,
+    runs: Runs,
+    scaling: float,
+    mask: Tensor | None = None,
+    need_mass: bool = False,
+    need_lse: bool = False,
+) -> Attended:
+    """See `foveakv.kernels.attend` for shapes."""
     batch, query_heads, q, _ = query.shape
     group = query_heads // runs.heads
     precision = torch.float64 if query.dtype == torch.float64 else torch.float32
     out = query.new_zeros(batch, query_heads, q, runs.values.shape[-1])
     mass = torch.zeros(batch, runs.heads, runs.max_length, dtype=precision, device=query.device)
+    lse = torch.full((batch, query_heads, q), -torch.inf, dtype=precision, device=query.device)
     starts, lengths = runs.start.tolist(), runs.length.tolist()
     for b in range(batch):
         for h in range(runs.heads):
@@ -33,4 +40,5 @@ def attend(
             probabilities = torch.nan_to_num(scores.softmax(-1)) if mask is not None else scores.softmax(-1)
             out[b, heads] = (probabilities @ values).to(query.dtype)
             mass[b, h, :length] = probabilities.sum((0, 1))
-    return out, mass if need_mass else None
+            lse[b, heads] = scores.logsumexp(-1)
+    return Attended(out, mass if need_mass else None, lse if need_lse else None)

@@ -60,7 +60,7 @@ def partial_attention(
     high = tl.minimum(low + split, stored)
     first = tl.load(start + run)  # int64, and with it every row offset into keys and values
     batch = (run // heads).to(tl.int64)
-    head = run % heads
+    head = (run % heads).to(tl.int64)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
@@ -145,7 +145,7 @@ def attention_mass(
     visible = slot < tl.load(length + run).to(tl.int32)
     first = tl.load(start + run)
     batch = (run // heads).to(tl.int64)
-    head = run % heads
+    head = (run % heads).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     spent = tl.full([TILE], 0.0, tl.float32)
     for begin in range(0, rows, ROWS):

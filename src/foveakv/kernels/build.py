@@ -1,0 +1,224 @@
+"""Compile the CPU kernel, once per machine, with the compiler that is there.
+
+A direct compiler call instead of torch.utils.cpp_extension: the kernel needs nothing of torch but its thread pool, so
+it takes plain pointers. That compiles in a third of the time, needs no ninja and no Python headers, and loads in a
+millisecond.
+
+The library calls torch's threads through at::parallel_for, which is OpenMP. It is compiled with -fopenmp but linked
+against libtorch_cpu alone, so that it uses whichever OpenMP runtime torch itself runs on: two of them in one process
+stall each other.
+
+There is one library per instruction set. Which one is needed is asked at run time (torch's own detection), and its
+compiler flags are part of the file's name, so that machines of different kinds may share a cache folder.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+SOURCE = Path(__file__).with_name("cpu_decode.cpp")
+SWITCH = "FOVEAKV_KERNEL"
+FLAGS = ("-O2", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-w")
+LINK_FLAGS = ("-shared", "-Wl,--no-as-needed")
+INSTRUCTIONS: dict[str, tuple[str, ...]] = {
+    "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
+    "AVX2": ("-mavx2", "-mfma", "-mf16c"),
+    "portable": (),
+}
+TIMEOUT = 300  # seconds for the compiler, and for another process's
+
+
+class BuildError(Exception):
+    """Why there is no CPU kernel; for `foveakv.kernels`, which decides what that means."""
+
+
+def folder() -> Path:
+    """`$FOVEAKV_CACHE/kernels`, else `$XDG_CACHE_HOME/foveakv/kernels`, else `~/.cache/foveakv/kernels`."""
+    if own := os.environ.get("FOVEAKV_CACHE"):
+        return Path(own).expanduser() / "kernels"
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "foveakv" / "kernels"
+
+
+def instructions() -> str:
+    """The best of INSTRUCTIONS on this processor, as torch sees it (`ATEN_CPU_CAPABILITY` lowers it)."""
+    found = torch.backends.cpu.get_cpu_capability()
+    return found if found in INSTRUCTIONS else "portable"
+
+
+def switched_off() -> bool:
+    return os.environ.get(SWITCH, "").lower() in ("off", "0", "no", "false")
+
+
+def find(where: Path | None = None) -> Path | None:
+    """The library for this machine, if it is built and whole. Files that are not are deleted."""
+    for path in (where or folder()).glob(f"{_stem(instructions())}-*.so"):
+        try:
+            if path.stem.rpartition("-")[2] == _digest(path.read_bytes()):
+                return path
+            path.unlink(missing_ok=True)
+        except OSError:
+            continue
+    return None
+
+
+def build(where: Path | None = None, *, force: bool = False) -> Path:
+    """The library's path, compiled if it is not there; safe to call from several processes at once.
+
+    BuildError: with the reason, on one line.
+    """
+    target = where or folder()
+    if not force and (found := find(target)) is not None:
+        return found
+    if switched_off():
+        raise BuildError(f"{SWITCH}=off is set")
+    if not sys.platform.startswith("linux"):
+        raise BuildError(f"it is built on Linux only, not on {sys.platform}")
+    compiler = _compiler()
+    from filelock import FileLock, Timeout
+
+    try:
+        target.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with FileLock(str(target / "build.lock"), timeout=TIMEOUT):
+            if not force and (found := find(target)) is not None:  # another process built it while we waited
+                return found
+            return _compile(compiler, target)
+    except Timeout:
+        raise BuildError(f"another process has been building it for {TIMEOUT} s; delete {target} to start again") from None
+    except OSError as error:
+        raise BuildError(f"cannot write {target}: {error.strerror or error}; set FOVEAKV_CACHE to a folder that you can") from error
+
+
+def load(path: Path) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"cannot load {path}: {error}") from error
+
+
+class Once:
+    """The loaded library of this process, or the reason why there is none; the first caller pays, others wait."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._library: ctypes.CDLL | None = None
+        self._reason: str | None = None
+        self.path: Path | None = None
+        # A thread that builds does not exist in a forked child: a lock that it held would never be free again.
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._renew)
+
+    def _renew(self) -> None:
+        self._lock = threading.Lock()
+
+    def library(self) -> ctypes.CDLL:
+        """BuildError: no kernel here; the reason stays the same for the life of the process."""
+        if self._library is not None:
+            return self._library
+        with self._lock:
+            if self._library is None and self._reason is None:
+                try:
+                    if switched_off():
+                        raise BuildError(f"{SWITCH}=off is set")
+                    path = build()
+                    self._library, self.path = load(path), path
+                except BuildError as error:
+                    self._reason = str(error)
+            if self._library is None:
+                raise BuildError(self._reason)
+            return self._library
+
+    def problem(self) -> str | None:
+        """None if there is a kernel; builds and loads it first."""
+        if self._library is not None:
+            return None
+        try:
+            self.library()
+        except BuildError as error:
+            return str(error)
+        return None
+
+    @property
+    def state(self) -> str:
+        """What is known without building anything."""
+        if self._library is not None:
+            return f"{instructions()}, {self.path}"
+        if self._reason is not None or switched_off():
+            return f"unavailable: {self._reason or f'{SWITCH}=off is set'}"
+        found = find()
+        return f"{instructions()}, {found}" if found else "not built yet: done on first use, or by `foveakv kernels build`"
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _flags(kind: str) -> list[str]:
+    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
+    return [*FLAGS, *INSTRUCTIONS[kind], f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
+
+
+def _stem(kind: str) -> str:
+    """Everything that the library depends on, in a file name; the digest of its own content follows."""
+    made_of = [SOURCE.read_text(encoding="utf8"), torch.__version__, platform.machine(), *_flags(kind), *LINK_FLAGS]
+    return f"cpu-{kind.lower()}-{_digest(chr(0).join(made_of).encode())}"
+
+
+def _compiler() -> list[str]:
+    if own := os.environ.get("CXX"):
+        command = shlex.split(own)
+        if not command or shutil.which(command[0]) is None:
+            raise BuildError(f"CXX names a compiler that is not there: {own}")
+        return command
+    for name in ("c++", "g++", "clang++"):
+        if found := shutil.which(name):
+            return [found]
+    raise BuildError("there is no C++ compiler; install g++ or clang++, or set CXX")
+
+
+def _compile(compiler: list[str], target: Path) -> Path:
+    """Compiles beside the place where the library goes and moves it there whole. The caller holds the lock."""
+    kind = instructions()
+    for left_over in target.glob(".build-*"):  # of a process that was killed
+        shutil.rmtree(left_over, ignore_errors=True)
+    print("foveakv: building the CPU attention kernel, once, about 20 s", file=sys.stderr, flush=True)
+    started = time.perf_counter()
+    home = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory(prefix=".build-", dir=target) as work:
+        compiled, linked = Path(work) / "kernel.o", Path(work) / "kernel.so"
+        include = [f"-I{home / 'include'}"]
+        _run([*compiler, *_flags(kind), *include, "-c", str(SOURCE), "-o", str(compiled)])
+        _run([*compiler, *LINK_FLAGS, str(compiled), f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10", "-o", str(linked)])
+        load(linked)  # before anybody relies on it
+        path = target / f"{_stem(kind)}-{_digest(linked.read_bytes())}.so"
+        linked.replace(path)
+    print(f"foveakv: built in {time.perf_counter() - started:.0f} s: {path}", file=sys.stderr, flush=True)
+    return path
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"{command[0]} took more than {TIMEOUT} s") from None
+    except OSError as error:
+        raise BuildError(f"{command[0]} cannot be run: {error.strerror or error}") from error
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-1:]
+        raise BuildError(f"{command[0]} failed: {lines[0].strip() if lines else f'exit code {done.returncode}'}")
+
+
+KERNEL = Once()
