@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foveakv.memory.segments import Segments
-from foveakv.methods.base import Counts, DecodeView
+from foveakv.methods.base import Counts, DecodeView, Drop
 from foveakv.methods.ddes import RecycleBin
 
 
@@ -49,12 +49,14 @@ class Simulation:
         attention = attention.expand(batch, segments.heads, attention.shape[-1])
         mass = attention.gather(-1, stored.clamp_min(0)).masked_fill(stored < 0, 0)
         view = DecodeView(0, 0, torch.zeros(0), 1.0, self.cache, self.state, self.counts, segments, self.seen, mass)
-        keep = self.rules.step(view)
+        leaving = self.rules.step(view)
         before = set(self.kept())
-        if keep is not None:
-            segments.keep(keep)
+        if isinstance(leaving, Drop):
+            segments.evict(leaving.slots, leaving.counts)
+        elif leaving is not None:
+            segments.keep(leaving)
         return sorted(before - set(self.kept()))
 
     def kept(self, sequence: int = 0, head: int = 0) -> list[int]:
         positions = self.segments.positions()[sequence, head]
-        return positions[positions >= 0].tolist()
+        return sorted(positions[positions >= 0].tolist())

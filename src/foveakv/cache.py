@@ -20,7 +20,7 @@ from foveakv import compat
 from foveakv.budget import Geometry
 from foveakv.errors import CacheInUseError, MethodError, NoVisualTokensError, UnsupportedModeError
 from foveakv.kernels import BACKENDS
-from foveakv.layer import CompressedLayer, select_tensors
+from foveakv.layer import CompressedLayer, in_order, select_tensors
 from foveakv.methods import checks
 from foveakv.methods.base import Method
 from foveakv.prompt import PromptMap
@@ -76,6 +76,7 @@ class CompressedCache(compat.Cache):
         self.prefill_seconds = 0.0
         self.steps: list[tuple[int, float]] = []  # tokens and seconds of each forward pass after the prompt
         self._started = 0.0
+        self._new_positions: tuple[tuple[int, int, torch.device], Tensor] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
         """A cache of its own in the same state (one prompt, several continuations); model and method are shared."""
@@ -115,14 +116,14 @@ class CompressedCache(compat.Cache):
         select_tensors(self.state, index)
 
     def kept(self, layer: int) -> Tensor:
-        """Positions stored in model layer `layer` right now: LongTensor [B, H, M], -1 where a head holds fewer."""
+        """Positions stored in model layer `layer` right now: LongTensor [B, H, M], ascending, -1 behind the last."""
         if not 0 <= layer < len(self.layers) or not isinstance(self.layers[layer], CompressedLayer):
             numbers = [done.layer_idx for done in self.compressed]
             raise MethodError(f"layer {layer} is not compressed; compressed layers: {numbers}")
         segments = self.layers[layer].segments
         if segments is None:
             raise CacheInUseError("nothing is stored yet: the prompt has not been processed")
-        return segments.positions()
+        return in_order(segments.positions())
 
     @property
     def compressed(self) -> list[CompressedLayer]:
@@ -155,9 +156,19 @@ class CompressedCache(compat.Cache):
         """Storage bytes on the compute device, all layers (those that transformers keeps included)."""
         return sum(layer_nbytes(layer) for layer in self.layers)
 
-    def note_peak(self) -> None:
-        """Records the present bytes, a running prefill's dense tensors included; called before they fall."""
-        self.peak_nbytes = max(self.peak_nbytes, self.stored_nbytes)
+    def note_peak(self, fallen: int = 0) -> None:
+        """Records the present bytes, a running prefill's dense tensors included; called before they fall.
+
+        Or just after they fell by `fallen`: whether an eviction frees memory is known only once it is done.
+        """
+        self.peak_nbytes = max(self.peak_nbytes, self.stored_nbytes + fallen)
+
+    def new_positions(self, seen: int, new: int, device: torch.device) -> Tensor:
+        """int32 [1, new], the positions of the newest tokens; made once for all layers of a forward pass."""
+        if self._new_positions is None or self._new_positions[0] != (seen, new, device):
+            made = torch.arange(seen - new, seen, dtype=torch.int32, device=device)[None]
+            self._new_positions = (seen, new, device), made
+        return self._new_positions[1]
 
     # ---- called around every forward pass of the model
 

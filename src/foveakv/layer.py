@@ -14,7 +14,7 @@ from foveakv.handle import KVHandle
 from foveakv.kernels import decode_attention
 from foveakv.masks import Mask, stored_mask, visible_rows
 from foveakv.memory.segments import Segments
-from foveakv.methods.base import Counts, DecodeView, PrefillView
+from foveakv.methods.base import Counts, DecodeView, Drop, PrefillView
 
 if TYPE_CHECKING:
     from foveakv.cache import CompressedCache
@@ -98,8 +98,8 @@ class CompressedLayer(compat.CacheLayerMixin):
             self._dense = (key_states, value_states)
             handle = KVHandle(self, key_states, value_states)
         else:
-            positions = torch.arange(self.seen - new, self.seen, device=key_states.device).expand(len(key_states), new)
-            self.segments.append(key_states.detach(), value_states.detach(), positions)
+            positions = self.cache.new_positions(self.seen, new, key_states.device)
+            self.segments.append(key_states, value_states, positions.expand(len(key_states), new))
             handle = KVHandle(self)
         return handle, handle
 
@@ -218,23 +218,31 @@ class CompressedLayer(compat.CacheLayerMixin):
         if method.retrieves:
             method.before_attention(view)
         if cache.trace is not None:
-            cache.trace[-1][self.layer_idx] = segments.positions()
+            cache.trace[-1][self.layer_idx] = in_order(segments.positions())
         allowed = None
-        if new > 1 or mask is None or not mask.plain or mask.padded_from(cache.prompt_columns):
+        if new > 1 or (mask is not None and (not mask.plain or mask.padded_from(cache.prompt_columns))):
             allowed = stored_mask(mask, segments.positions(), self.seen, new, cache.prompt_columns)
         output, view.mass = decode_attention(
             query, segments.runs, scaling, allowed, need_mass=method.needs_mass, backend=cache.backend
         )
         if method.evicts_while_decoding:
-            keep = method.decode(view)
-            if keep is not None:
-                before = int(segments.lengths.sum())
-                cache.note_peak()
-                segments.keep(keep)
-                self.counts.add(evicted=before - int(segments.lengths.sum()))
+            leaving = method.decode(view)
+            if leaving is not None:
+                self._drop(segments, leaving)
         elif cache.max_decode_slots is not None:
             self._guard(segments, cache.max_decode_slots)
-        return output.transpose(1, 2).contiguous()
+        return output.transpose(1, 2).contiguous()  # one query: no copy
+
+    def _drop(self, segments: Segments, leaving: Tensor | Drop) -> None:
+        """Carries out what a method decided: a mask of what stays, or single slots that go."""
+        slots, held = segments.total, segments.held_nbytes
+        if isinstance(leaving, Drop):
+            segments.evict(leaving.slots, leaving.counts)
+        else:
+            segments.keep(leaving)
+        if segments.held_nbytes < held:
+            self.cache.note_peak(held - segments.held_nbytes)
+        self.counts.add(evicted=slots - segments.total)
 
     def _guard(self, segments: Segments, limit: int) -> None:
         """Drops the oldest decoded tokens when more than `limit` are stored; an eighth more, so that it is rare."""
@@ -242,10 +250,7 @@ class CompressedLayer(compat.CacheLayerMixin):
             return
         start = self.seen - max(1, limit - limit // 8)
         positions = segments.positions()
-        before = int(segments.lengths.sum())
-        self.cache.note_peak()
-        segments.keep((positions < self.prompt_columns) | (positions >= start))
-        self.counts.add(evicted=before - int(segments.lengths.sum()))
+        self._drop(segments, (positions < self.prompt_columns) | (positions >= start))
         self.decoded_from = start
 
     @property
@@ -260,6 +265,17 @@ class CompressedLayer(compat.CacheLayerMixin):
     def host_nbytes(self) -> int:
         """Storage bytes in the backing store, 0 for methods without one."""
         return sum(memory.host_nbytes for memory in self.extra_memory)
+
+
+def in_order(positions: Tensor) -> Tensor:
+    """Positions [B, H, M] of slots in any order -> ascending in each head, -1 (no token) at the end."""
+    return (
+        torch.where(positions < 0, torch.iinfo(positions.dtype).max, positions)
+        .sort(dim=-1)
+        .values.where(
+            (positions >= 0).sum(-1, keepdim=True) > torch.arange(positions.shape[-1], device=positions.device), -1
+        )
+    )
 
 
 def select_tensors(state: dict[Any, Any], index: Tensor) -> None:

@@ -24,6 +24,7 @@ class LazyMask:
     base: str
     arguments: dict[str, Any]
     _dense: dict[str, Any] = field(default_factory=dict)
+    _padded: dict[int, bool] = field(default_factory=dict)
 
     @property
     def padding(self) -> Tensor | None:
@@ -36,8 +37,12 @@ class LazyMask:
         return bool(self.arguments.get("allow_is_causal_skip", True)) and self.arguments.get("local_size") is None
 
     def padded_from(self, column: int) -> bool:
-        """Whether any token at or after `column` is padding."""
-        return self.padding is not None and not bool(self.padding[:, column:].all())
+        """Whether any token at or after `column` is padding; tested once per forward pass and column."""
+        if self.padding is None:
+            return False
+        if column not in self._padded:
+            self._padded[column] = not bool(self.padding[:, column:].all())
+        return self._padded[column]
 
     def dense(self) -> Any:
         """The mask that the base implementation expects; built once per forward pass."""

@@ -415,5 +415,5 @@ class Session:
         return self.cache.trace
 
     def kept(self, layer: int) -> Tensor:
-        """Positions stored in model layer `layer` right now: LongTensor [B, H, M], -1 where a head holds fewer."""
+        """Positions stored in model layer `layer` right now: LongTensor [B, H, M], ascending, -1 behind the last."""
         return self.cache.kept(layer)

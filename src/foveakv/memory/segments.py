@@ -2,6 +2,8 @@
 
 Notation: B sequences, H KV heads, R = B * H runs (run r = b * H + h), M = longest run, N = rows of the flat buffers.
 "Padded run coordinates" [B, H, M] address slot m of run (b, h); entries at or beyond the run's length are padding.
+
+Slots lie in the order in which they came, until `evict` moves some: whoever needs the order of tokens reads positions.
 """
 
 from __future__ import annotations
@@ -57,6 +59,8 @@ class Segments:
     _length: Tensor
     _max_length: int
     _spare: int
+    _total: int  # sum of the lengths
+    _held: int  # bytes of all buffers
     _strided: bool  # start[r] = r * capacity for all runs
     _uniform: bool  # strided, and all lengths equal
     # Device side.
@@ -133,6 +137,16 @@ class Segments:
         return self._length.view(self.batch, self.heads).clone()
 
     @property
+    def total(self) -> int:
+        """Stored slots of all runs."""
+        return self._total
+
+    @property
+    def held_nbytes(self) -> int:
+        """Bytes of the buffers: `nbytes` and `side_nbytes` but for starts and lengths. Kept up to date, free to ask."""
+        return self._held
+
+    @property
     def device(self) -> torch.device:
         return self._device
 
@@ -194,13 +208,14 @@ class Segments:
             )
         if q > self._spare:
             self._rebuild(self._length, self._length + q)
-        new_positions = positions[:, None]
+        if keys.requires_grad or values.requires_grad:
+            keys, values = keys.detach(), values.detach()
         if self._uniform:
             at = self._max_length
             views = self._views
-            views[0].narrow(2, at, q).copy_(keys.detach())
-            views[1].narrow(2, at, q).copy_(values.detach())
-            views[2].narrow(2, at, q).copy_(new_positions)
+            views[0].narrow(2, at, q).copy_(keys)
+            views[1].narrow(2, at, q).copy_(values)
+            views[2].narrow(2, at, q).copy_(positions[:, None])
             for view, fill in zip(views[3:], self._fills.values(), strict=True):
                 view.narrow(2, at, q).fill_(fill)
         else:
@@ -208,9 +223,9 @@ class Segments:
             if q > 1:
                 rows = (rows[:, None] + torch.arange(q, device=self._device)).view(-1)
             n = rows.shape[0]
-            self._keys.index_copy_(0, rows, keys.detach().reshape(n, -1).to(self._keys.dtype))
-            self._values.index_copy_(0, rows, values.detach().reshape(n, -1).to(self._values.dtype))
-            spread = new_positions.to(self._device, torch.int32).expand(-1, self.heads, -1).reshape(n)
+            self._keys.index_copy_(0, rows, keys.reshape(n, -1).to(self._keys.dtype))
+            self._values.index_copy_(0, rows, values.reshape(n, -1).to(self._values.dtype))
+            spread = positions[:, None].to(self._device, torch.int32).expand(-1, self.heads, -1).reshape(n)
             self._positions.index_copy_(0, rows, spread)
             for name, buffer in self._fields.items():
                 buffer.index_fill_(0, rows, self._fills[name])
@@ -219,7 +234,77 @@ class Segments:
         self._length_dev = self._length if self._device.type == "cpu" else self._length_dev + q
         self._max_length += q
         self._spare -= q
+        self._total += q * self._length.shape[0]
         self._runs = None
+
+    def evict(self, slots: Tensor, counts: list[int]) -> None:
+        """Drop single slots at the price of what is dropped: a run's last slots move into the holes.
+
+        slots: int64 [B, H or 1, n], distinct in a run. Sequence b loses the first counts[b] of its n entries in every
+        head; entries behind them are ignored. The k-th hole before the run's new end takes the k-th of its last slots
+        that survive; everything else stays where it is. Buffers are replaced by smaller ones when much is spare.
+        """
+        n = slots.shape[-1]
+        if slots.dim() != 3 or len(counts) != self.batch or not all(0 <= count <= n for count in counts):
+            raise ValueError(f"evict expects slots [{self.batch}, {self.heads} or 1, n] and counts of at most n")
+        most, least = max(counts), min(counts)
+        if most == 0:
+            return
+        if most == least == 1 and self._uniform and slots.numel() == 1 and slots.device.type == "cpu":
+            hole, last = int(slots), self._max_length - 1  # the same slot everywhere: no index tensors
+            if hole != last:
+                for view in self._views:
+                    view.select(2, hole).copy_(view.select(2, last))
+        else:
+            slots = slots[..., :most].to(self._device)
+            target, source = self._moves(slots.expand(-1, self.heads, -1).flatten(0, 1), counts)
+            for buffer in self._buffers():
+                buffer.index_copy_(0, target, buffer.index_select(0, source))
+        if most == least and self._uniform:
+            self._length = self._length - most
+            self._length_dev = self._length if self._device.type == "cpu" else self._length_dev - most
+            self._max_length -= most
+            self._spare += most
+            self._total -= most * self._length.shape[0]
+            self._runs = None
+        else:
+            self._set_lengths(self._length - torch.tensor(counts).repeat_interleave(self.heads))
+        uniform, runs = self._uniform, self._length.shape[0]
+        if uniform:  # `_wasteful` in plain numbers: this is asked in every step
+            length = self._max_length
+            wasteful = self._keys.shape[0] > runs * (length + 2 * max(8, length // 16))
+        else:
+            wasteful = self._wasteful(self._length)
+        if wasteful:
+            self._rebuild(self._length, self._length)
+
+    def _moves(self, slots: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
+        """Rows that take the content of others, one pair for every hole: target [m], source [m].
+
+        slots [R, n], as in `evict`. Pairs that need no move copy a row onto itself.
+        """
+        n = slots.shape[-1]
+        count = torch.tensor(counts, device=self._device).repeat_interleave(self.heads)[:, None]  # [R, 1]
+        end = self._length_dev[:, None] - count  # the runs' new lengths
+        if n == 1:  # a hole at the end copies onto itself; so does the last slot of a run that loses nothing
+            source = (self._length_dev[:, None] - 1).clamp_(min=0)
+            target = torch.where(count > 0, slots, source)
+        else:
+            number = torch.arange(n, device=self._device)
+            leaving = number < count
+            hole = leaving & (slots < end)
+            behind = slots.sub(end).masked_fill_(hole | ~leaving, n)  # which of the last slots leave themselves
+            gone = torch.zeros(len(slots), n + 1, dtype=torch.bool, device=self._device).scatter_(1, behind, True)
+            staying = leaving & ~gone[:, :n]  # as many as there are holes
+            holes = (~hole).to(torch.int8).argsort(dim=-1, stable=True)  # holes first, in the order given
+            tail = (~staying).to(torch.int8).argsort(dim=-1, stable=True)
+            filled = number < hole.sum(-1, keepdim=True)
+            target = torch.where(filled, slots.gather(1, holes), 0)
+            source = torch.where(filled, end + tail, 0)
+            # Fill up with the run's first pair; a run without any copies its first row onto itself.
+            target, source = (torch.where(filled, rows, rows[:, :1]) for rows in (target, source))
+        start = self._start_dev[:, None]
+        return (start + target).view(-1), (start + source).view(-1)
 
     def keep(self, mask: Tensor) -> None:
         """Drop every slot whose entry in mask (bool [B, H, M] or [B, 1, M]) is False; padding is ignored.
@@ -308,6 +393,7 @@ class Segments:
         with torch.inference_mode(False):
             self._fields[name] = torch.full(self._positions.shape, fill, dtype=dtype, device=self._device)
         self._fills[name] = fill
+        self._held += self._fields[name].untyped_storage().nbytes()
         self._refresh_views()
         if padded is not None:
             self.set_field(name, padded)
@@ -318,6 +404,34 @@ class Segments:
     def field(self, name: str) -> Tensor:
         """[B, H, M] padded copy; 0 beyond a run's length."""
         return self._padded(self._field(name), 0)
+
+    def view(self, name: str) -> Tensor:
+        """[B, H, M], to be read only: the field itself where runs are uniform, else what `field` gives."""
+        if not self._uniform:
+            return self.field(name)
+        return self._field(name).view(self.batch, self.heads, -1).narrow(2, 0, self._max_length)
+
+    def view_positions(self) -> Tensor:
+        """As `positions`, but int32 and to be read only: no copy where runs are uniform."""
+        if not self._uniform:
+            return self._padded(self._positions, -1)
+        return self._positions.view(self.batch, self.heads, -1).narrow(2, 0, self._max_length)
+
+    def add(self, name: str, amounts: Tensor) -> None:
+        """Adds amounts [B, H, M] to a field; in place where runs are uniform. Padding is ignored."""
+        if self._uniform:
+            self.view(name).add_(amounts.detach())
+        else:
+            self.set_field(name, self.field(name).add_(amounts.detach()))
+
+    def put(self, name: str, slots: Tensor, counts: list[int], value: float) -> None:
+        """Sets a field at single slots; slots [B, H or 1, n] and counts as in `evict`."""
+        n = slots.shape[-1]
+        rows = self._start_dev.view(self.batch, self.heads, 1) + slots
+        if min(counts) < n:
+            wanted = torch.arange(n, device=self._device) < torch.tensor(counts, device=self._device)[:, None, None]
+            rows = rows[wanted.expand_as(rows)]
+        self._field(name).index_fill_(0, rows.view(-1), value)
 
     def set_field(self, name: str, padded: Tensor) -> None:
         """Replace the values of the stored slots by padded [B, H, M]; its padding is ignored."""
@@ -358,6 +472,7 @@ class Segments:
         self._length = lengths
         self._length_dev = lengths.to(self._device, non_blocking=True)
         self._max_length = int(lengths.max())
+        self._total = int(lengths.sum())
         self._spare = int((self._capacity - lengths).min())
         self._uniform = self._strided and int(lengths.min()) == self._max_length
         self._runs = None
@@ -391,6 +506,7 @@ class Segments:
             self._values = self._values.new_empty(rows, self._values.shape[1])
             self._positions = self._positions.new_empty(rows)
             self._fields = {name: buffer.new_empty(rows) for name, buffer in self._fields.items()}
+        self._held = sum(buffer.untyped_storage().nbytes() for buffer in self._buffers())
         self._refresh_views()
         return self._start
 

@@ -8,9 +8,9 @@ import importlib
 from typing import Any
 
 from foveakv.errors import MethodError
-from foveakv.methods.base import DecodeView, Method, PrefillView, keep_top
+from foveakv.methods.base import DecodeView, Drop, Method, PrefillView, keep_top
 
-__all__ = ["DecodeView", "Method", "PrefillView", "available", "find", "get", "keep_top", "register"]
+__all__ = ["DecodeView", "Drop", "Method", "PrefillView", "available", "find", "get", "keep_top", "register"]
 
 # Targets are strings, so that importing the registry imports no method.
 _TARGETS: dict[str, str] = {

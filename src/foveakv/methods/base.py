@@ -90,6 +90,19 @@ class DecodeView(LayerView):
 
 
 @dataclass
+class Drop:
+    """Single slots that leave, at the price of what is dropped and not of what is stored.
+
+    slots: int64 [B, H or 1, n], over `view.segments`, distinct in a head; sequence b loses the first counts[b] of its n
+    entries in every head. The last slots of a run move into the holes, so its order is no longer that of the tokens:
+    a method that drops this way goes by `segments.positions()`. See `Segments.evict`.
+    """
+
+    slots: Tensor
+    counts: list[int]
+
+
+@dataclass
 class Method:
     """Base of all methods. Override `prefill`, and the others only where the method acts there.
 
@@ -138,8 +151,12 @@ class Method:
     def before_attention(self, view: DecodeView) -> None:
         """Called before each decode attention when `retrieves`."""
 
-    def decode(self, view: DecodeView) -> Tensor | None:
-        """The slots to keep after this step, bool [B, H, M] over `view.segments`; None drops nothing."""
+    def decode(self, view: DecodeView) -> Tensor | Drop | None:
+        """What leaves after this step; None drops nothing.
+
+        bool [B, H, M] over `view.segments` marks the slots to keep, and the others are closed up in order, which moves
+        all that lies behind them: for evictions of many slots at once. `Drop` is for a few slots in every step.
+        """
         return None
 
     def budget_tokens(self, cache: CompressedCache, budget: float | int | str, *, steady: bool = False) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from foveakv import scores
 from foveakv.errors import MethodError
 from foveakv.methods import checks
-from foveakv.methods.base import DecodeView, PrefillView, keep_top
+from foveakv.methods.base import DecodeView, Drop, PrefillView, keep_top
 
 if TYPE_CHECKING:
     from foveakv.cache import CompressedCache
@@ -138,55 +138,61 @@ class RecycleBin:
 
     # ---- decoding
 
-    def step(self, view: DecodeView) -> Tensor | None:
+    def step(self, view: DecodeView) -> Tensor | Drop | None:
         """Adds this step's attention, Eq. 5, marks what is over the steady size, flushes a full bin.
 
         After it, every sequence holds l <= tokens < l + D (fewer than l only until it has grown to l). A step of q
         tokens flushes floor((tokens - l) / D) * D at once.
 
         Returns:
-            bool [B, H, M] of the slots to keep, or None when nothing leaves.
+            What leaves: None when nothing does; a `Drop` where the bin holds one token, so that every step evicts;
+            bool [B, H, M] of the slots to keep when a bin is flushed.
         """
         segments, state, mass = view.segments, view.state, view.mass
         if mass is None:
             raise MethodError(f"{view.cache.method.name} needs the attention of each step: let needs_mass return True")
-        score = segments.field(SCORE).add_(mass)
-        segments.set_field(SCORE, score)
-        lengths = segments.lengths[:, 0]  # [B]: every head of a layer holds equally many
+        segments.add(SCORE, mass)
         if self.score != "attention":
             self._count_uses(view, mass)
-        over = (lengths - state["steady"]).clamp_min(0)
-        evict = over // self.size * self.size
+        if self.size == 1 and "since" not in state:
+            self._look_up_protected(view)
+        # Every head of a layer holds equally many.
+        lengths, steady = segments.lengths[:, 0].tolist(), state["steady"].tolist()
+        over = [max(0, length - size) for length, size in zip(lengths, steady, strict=True)]
+        evict = [count // self.size * self.size for count in over]
         told = view.cache.state["ddes"]
         told["peak"] = max(told["peak"], segments.max_length)
-        told["evicted_decode"] += int(evict.sum()) * segments.heads
-        if int(over.max()) == 0:
+        told["evicted_decode"] += sum(evict) * segments.heads
+        if not any(over):
             return None
-
-        slots = torch.arange(segments.max_length, device=mass.device)
-        end = (lengths - state["recent"]).to(mass.device)[:, None, None]
-        candidate = (slots >= self.sink) & (slots < end)  # [B, 1, M]
-        order = (-self._values(view, score)).masked_fill(~candidate, -torch.inf)  # [B, H or 1, M], highest goes first
-
+        if any(evict):
+            view.count(flushes=sum(evict) // self.size)
         if self.size == 1:
-            victims = _first(order, evict)
-        else:
-            victims = self._use_bin(view, order, over, evict)
-            if int(evict.max()) == 0:
-                return None
-        view.count(flushes=int((evict // self.size).sum()))
-        return ~victims.expand_as(mass)
+            return Drop(_lowest(self._order(view), evict, segments.view_positions()), evict)
+        if any(evict):
+            return self._flush(view, over, evict)
+        self._mark(view, over)
+        return None
 
-    def _use_bin(self, view: DecodeView, order: Tensor, over: Tensor, evict: Tensor) -> Tensor:
-        """Marks up to `over` [B] tokens, and picks the `evict` [B] of them, or of all, that leave now."""
+    def _mark(self, view: DecodeView, over: list[int]) -> None:
+        """Puts the lowest of the others into the bin until `over` [B] tokens are in it."""
         segments, state = view.segments, view.state
-        marked = segments.field(MARKED)[:, : order.shape[1]].to(torch.bool)
-        marked = marked | _first(order.masked_fill(marked, -torch.inf), over - state["marked"])
-        left = over - evict
-        flushing = (evict > 0).to(order.device)[:, None, None]
-        if int(evict.max()) == 0:
-            victims = torch.zeros_like(marked)
-        elif self.mode == "mark" and not self.restore:
+        new = [count - marked for count, marked in zip(over, state["marked"].tolist(), strict=True)]
+        if any(new):
+            order = self._order(view)
+            marked = segments.view(MARKED)[:, : order.shape[1]]
+            segments.put(MARKED, _lowest(order.masked_fill_(marked, torch.inf), new), new, True)
+        state["marked"] = torch.tensor(over)
+
+    def _flush(self, view: DecodeView, over: list[int], evict: list[int]) -> Tensor:
+        """Empties the bin of `evict` [B] tokens, or of the lowest of all; bool [B, H, M] of what stays."""
+        segments, state = view.segments, view.state
+        order = -self._order(view)  # the highest goes first
+        marked = segments.view(MARKED)[:, : order.shape[1]]
+        new = [count - was for count, was in zip(over, state["marked"].tolist(), strict=True)]
+        marked = marked | _first(order.masked_fill(marked, -torch.inf), new)
+        left = [count - gone for count, gone in zip(over, evict, strict=True)]
+        if self.mode == "mark" and not self.restore:
             victims = _first(order.masked_fill(~marked, -torch.inf), evict)
             marked = marked & ~victims
         else:
@@ -194,13 +200,72 @@ class RecycleBin:
             # leaves is the lowest of all, so "mark" with restore=True and "rerank" drop the same tokens.
             victims = _first(order, evict)
             again = _first(order.masked_fill(victims, -torch.inf), left)
+            flushing = torch.tensor([count > 0 for count in evict], device=order.device)[:, None, None]
             restored = marked & ~victims & ~again & flushing
             heads = segments.heads if not self.per_head else 1
             view.count(restored=int(restored.sum()) * heads)
             marked = torch.where(flushing, again, marked)
-        state["marked"] = left
+        state["marked"] = torch.tensor(left)
         segments.set_field(MARKED, marked.expand(-1, segments.heads, -1))
-        return victims
+        return ~victims.expand(-1, segments.heads, -1)
+
+    def _order(self, view: DecodeView) -> Tensor:
+        """What tokens are ranked by, [B, H or 1, M], a copy; the lowest goes first, and those with inf never."""
+        order = self._values(view)
+        segments, state = view.segments, view.state
+        recent, ragged = state["recent"].tolist(), not segments.runs.uniform
+        barred = None
+        if self.size > 1:  # slots are in the order of tokens
+            if ragged or self.sink or any(recent):
+                slots = torch.arange(segments.max_length, device=order.device)
+                end = (segments.lengths[:, 0] - state["recent"]).to(order.device)[:, None, None]
+                barred = (slots < self.sink) | (slots >= end)
+        else:
+            positions = segments.view_positions()[:, : order.shape[1]]
+            if ragged or self.sink:
+                barred = positions <= (state["last_sink"][:, : order.shape[1]] if self.sink else -1)
+            if any(recent):
+                newest = positions >= self._first_recent(view, recent)
+                barred = newest if barred is None else barred | newest
+        return order.clone() if barred is None else order.masked_fill(barred, torch.inf)
+
+    def _look_up_protected(self, view: DecodeView) -> None:
+        """Before slots are moved for the first time: which tokens are sinks, and which are the newest.
+
+        From then on both go by position. The newest ones are those from `seen` - `recent` on, except where the prompt's
+        last tokens are not consecutive; then their positions are remembered until as many tokens were decoded.
+        """
+        segments, state, device = view.segments, view.state, view.segments.device
+        positions, lengths = segments.view_positions(), segments.lengths[:, 0]
+        state["since"] = view.seen
+        if self.sink:
+            at = positions[..., : self.sink]
+            last = at[..., -1:] if at.shape[-1] == self.sink else at.new_zeros(*at.shape[:2], 1)
+            missing = (self.sink - lengths).to(device, torch.int32)[:, None, None]  # sinks that are still to come
+            state["last_sink"] = torch.where(missing > 0, view.seen + missing - 1, last)
+        most = int(state["recent"].max())
+        if most:
+            recent = state["recent"].to(device)[:, None, None]
+            number = torch.arange(most, device=device)
+            slot = lengths.to(device)[:, None, None] - recent + number
+            slot = torch.where(number < recent, slot, -1).expand(-1, segments.heads, -1)
+            newest = positions.gather(-1, slot.clamp(0, segments.max_length - 1)).masked_fill(slot < 0, -1)
+            if not bool(((newest == view.seen - recent + number) | (number >= recent)).all()):
+                state["newest"] = newest
+
+    def _first_recent(self, view: DecodeView, recent: list[int]) -> Tensor | int:
+        """The lowest position that is protected as recent: one for all, or [B, H or 1, 1]."""
+        state, device = view.state, view.segments.device
+        if "newest" not in state:
+            first = [view.seen - count for count in recent]
+            return first[0] if len(set(first)) == 1 else torch.tensor(first, device=device)[:, None, None]
+        passed, newest = view.seen - state["since"], state["newest"]
+        decoded = torch.tensor(recent, device=device)[:, None, None]
+        if passed >= max(recent):
+            del state["newest"]
+            return self._first_recent(view, recent)
+        heads = newest.shape[1] if self.per_head else 1
+        return torch.where(passed < decoded, newest[:, :heads, passed : passed + 1], view.seen - decoded)
 
     def _count_uses(self, view: DecodeView, mass: Tensor) -> None:
         """One more step for every slot, one more use for the most attended tenth (equals of its last one included)."""
@@ -212,14 +277,15 @@ class RecycleBin:
         segments.set_field(USES, segments.field(USES) + ((pooled >= least) & (pooled > 0)))
         segments.set_field(AGE, segments.field(AGE) + 1)
 
-    def _values(self, view: DecodeView, score: Tensor) -> Tensor:
-        """What tokens are ranked by, [B, H or 1, M]; the lowest goes first."""
+    def _values(self, view: DecodeView) -> Tensor:
+        """Cumulative attention, or the mean of two ranks: [B, H or 1, M], to be read only."""
+        score = view.segments.view(SCORE)
         value = score if self.per_head else score.sum(1, keepdim=True)
         if self.score == "attention":
             return value
         segments, heads = view.segments, value.shape[1]
         valid = segments.valid()[:, :heads]
-        frequency = segments.field(USES)[:, :heads] / segments.field(AGE)[:, :heads].clamp_min(1)
+        frequency = segments.view(USES)[:, :heads] / segments.view(AGE)[:, :heads].clamp_min(1)
         weight = self.frequency_weight
         return weight * _rank(frequency.to(value.dtype), valid) + (1 - weight) * _rank(value, valid)
 
@@ -231,17 +297,27 @@ def _rank(values: Tensor, valid: Tensor) -> Tensor:
     return torch.searchsorted(ordered, values.contiguous()).to(values.dtype)
 
 
-def _first(order: Tensor, count: Tensor) -> Tensor:
-    """Marks the count[b] highest of order [B, H, M] in each run; ties go to the older slot; -inf is never marked."""
-    most = int(count.max())
-    if most <= 0:
+def _lowest(order: Tensor, counts: list[int], ages: Tensor | None = None) -> Tensor:
+    """The slots with the lowest values of order [B, H, M]: int64 [B, H, n], n = max(counts), the lowest first.
+
+    Equal values: lower `ages` [B, at least H, M] first (positions, where slots lie in any order), else lower slots.
+    """
+    most = max(counts)
+    if ages is None:
+        return order.argmin(-1, keepdim=True) if most == 1 else order.argsort(dim=-1, stable=True)[..., :most]
+    ages = ages[:, : order.shape[1]]
+    if most == 1:
+        oldest = torch.where(order == order.amin(-1, keepdim=True), ages, torch.iinfo(torch.int32).max)
+        return oldest.argmin(-1, keepdim=True)
+    by_age = ages.argsort(dim=-1, stable=True)
+    return by_age.gather(-1, order.gather(-1, by_age).argsort(dim=-1, stable=True)[..., :most])
+
+
+def _first(order: Tensor, counts: list[int]) -> Tensor:
+    """Marks the counts[b] highest of order [B, H, M] in each run; ties go to the lower slot; -inf is never marked."""
+    if max(counts) <= 0:
         return torch.zeros_like(order, dtype=torch.bool)
-    wanted = count.to(order.device)[:, None]
-    if most > 1:
-        return keep_top(order, wanted)
-    top, where = order.max(dim=-1, keepdim=True)
-    marks = torch.zeros_like(order, dtype=torch.bool)
-    return marks.scatter_(-1, where, (top > -torch.inf) & (wanted[..., None] > 0))
+    return keep_top(order, torch.tensor(counts, device=order.device)[:, None])
 
 
 def check_rows(name: str, rows: str | int) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from foveakv.budget import parse_budget
 from foveakv.methods import checks
-from foveakv.methods.base import DecodeView, Method, PrefillView
+from foveakv.methods.base import DecodeView, Drop, Method, PrefillView
 from foveakv.methods.ddes import RecycleBin, check_rows, prompt_scores
 
 if TYPE_CHECKING:
@@ -75,5 +75,5 @@ class H2O(Method):
     def after_prefill(self, cache: CompressedCache) -> None:
         self._bin.open(cache)
 
-    def decode(self, view: DecodeView) -> Tensor | None:
+    def decode(self, view: DecodeView) -> Tensor | Drop | None:
         return self._bin.step(view)

@@ -17,7 +17,7 @@ from foveakv import scores
 from foveakv.budget import parse_budget
 from foveakv.errors import MethodError, NoVisualTokensError
 from foveakv.methods import checks
-from foveakv.methods.base import DecodeView, Method, PrefillView, keep_top
+from foveakv.methods.base import DecodeView, Drop, Method, PrefillView, keep_top
 from foveakv.methods.ddes import RecycleBin, check_room, check_rows, prompt_scores
 
 if TYPE_CHECKING:
@@ -280,7 +280,7 @@ class HAE(Method):
     def summary(self, cache: CompressedCache) -> dict[str, Any]:
         return {**cache.state.get("hae", {}), **cache.state.get("ddes", {})}
 
-    def decode(self, view: DecodeView) -> Tensor | None:
+    def decode(self, view: DecodeView) -> Tensor | Drop | None:
         return self._bin.step(view)
 
     def _steady(self, cache: CompressedCache, length: Tensor) -> tuple[Tensor, Tensor]:

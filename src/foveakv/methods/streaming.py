@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from foveakv.budget import parse_budget
 from foveakv.methods import checks
-from foveakv.methods.base import DecodeView, Method, PrefillView
+from foveakv.methods.base import DecodeView, Drop, Method, PrefillView
+
+if TYPE_CHECKING:
+    from foveakv.cache import CompressedCache
 
 
 @dataclass
@@ -41,12 +44,32 @@ class Streaming(Method):
         keep = (rank < torch.minimum(size - 1, size.new_tensor(self.sink))[:, None]) | (rank >= first_recent[:, None])
         return keep[:, None]
 
-    def decode(self, view: DecodeView) -> Tensor | None:
-        size = self.budget_tokens(view.cache, self.budget, steady=True)
-        lengths = view.segments.lengths[:, 0].to(size.device)
-        if not bool((lengths > size).any()):
+    def after_prefill(self, cache: CompressedCache) -> None:
+        # On the host, [B] each, so that beams carry them along: the size, and where in its window the oldest token is.
+        size = self.budget_tokens(cache, self.budget, steady=True).cpu()
+        for layer in cache.compressed:
+            layer.state["size"], layer.state["oldest"] = size.clone(), torch.zeros_like(size)
+
+    def decode(self, view: DecodeView) -> Drop | None:
+        """The window is a ring: the slots behind the sinks, from `oldest` on; newer tokens take the older ones' slots.
+
+        Until it is full for the first time slots lie in the order of tokens, which is a ring that begins at 0. Then
+        `Drop` lets the newest slots move, in order, into those that are named, in order.
+        """
+        segments, state = view.segments, view.state
+        lengths, sizes, oldest = segments.lengths[:, 0].tolist(), state["size"].tolist(), state["oldest"].tolist()
+        counts = [max(0, length - size) for length, size in zip(lengths, sizes, strict=True)]
+        most = max(counts)
+        if most == 0:
             return None
-        slot = torch.arange(view.segments.max_length, device=size.device)
-        sinks = torch.minimum(size - 1, size.new_tensor(self.sink))
-        drop = (slot >= sinks[:, None]) & (slot < (sinks + lengths - size)[:, None])
-        return ~drop[:, None].expand(-1, view.segments.heads, -1)
+        slots = []
+        for b, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+            sinks = min(size - 1, self.sink)
+            window = size - sinks
+            turn = min(count, window)
+            leaving = [sinks + (oldest[b] + i) % window for i in range(turn)]
+            leaving += range(size, size + count - turn)  # more tokens in one step than the window holds
+            slots.append(leaving + [0] * (most - count))
+            oldest[b] = (oldest[b] + turn) % window
+        state["oldest"] = torch.tensor(oldest)
+        return Drop(torch.tensor(slots)[:, None], counts)
