@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foveakv.budget import Budget, Geometry, allocate_heads, parse_budget
+from foveakv.allocation import allocate_heads
+from foveakv.budget import Budget, Geometry, parse_budget
 from foveakv.errors import BudgetError
 
 

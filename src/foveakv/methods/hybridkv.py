@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from foveakv.budget import Geometry, allocate_heads, parse_budget
+from foveakv.allocation import allocate_heads
+from foveakv.budget import Geometry, parse_budget
 from foveakv.errors import CacheInUseError, MethodError, UnsupportedModeError
 from foveakv.memory.chunks import ChunkStore, Place
 from foveakv.memory.segments import Segments
@@ -29,7 +30,7 @@ class HybridKV(Method):
 
     1. Head score, Eq. 2 and 3: S[l, h] = mean over the prompt's text rows of the sum of the k highest attention
        probabilities. Static iff S >= theta, per sequence, layer and KV head.
-    2. Budgets, Eq. 4 and 5: `foveakv.budget.allocate_heads`.
+    2. Budgets, Eq. 4 and 5: `foveakv.allocation.allocate_heads`.
     3. Static heads, App. A: text first, then the last `window` tokens, then the visual tokens that the window attends
        to most; once, after the prompt.
     4. Dynamic heads, App. A: their KV moves to a store in chunks of 8 tokens, and every step loads the chunks whose
