@@ -75,15 +75,27 @@ inline void store(float* to, Vec x) { std::memcpy(to, &x, sizeof x); }
 inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }  // b where one of them is NaN
 
 inline float sum(Vec x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps(x);
+#else
   float total = 0;
   for (int i = 0; i < LANES; ++i) total += x[i];
   return total;
+#endif
 }
 
 inline float largest(Vec x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps(x);
+#elif defined(__AVX2__)
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+#else
   float top = x[0];
   for (int i = 1; i < LANES; ++i) top = x[i] > top ? x[i] : top;
   return top;
+#endif
 }
 
 // The sums of four vectors, side by side.
@@ -149,10 +161,17 @@ struct Load<float> {
 template <>
 struct Load<BFloat16> {
   static Vec full(const BFloat16* from) {
+#if defined(__AVX512F__)
+    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+#elif defined(__AVX2__)
+    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+#else
     Half half;
     std::memcpy(&half, from, sizeof half);
-    const Unsigned bits = __builtin_convertvector(half, Unsigned) << 16;
-    return same_bits<Vec>(bits);
+    return same_bits<Vec>(__builtin_convertvector(half, Unsigned) << 16);
+#endif
   }
 };
 
@@ -189,15 +208,21 @@ inline Vec load_part(const T* from, int count) {
   return Load<T>::full(part);
 }
 
-inline void prefetch(const void* row, int64_t bytes) {
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(static_cast<const char*>(row) + i);
+// Starts fetching `count` numbers; harmless where nothing lies.
+template <class T>
+inline void prefetch(const T* from, int count) {
+  for (int i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(from + i);
 }
 
 // ---------------------------------------------------------------------------------------------------- a tile's inner loops
 
+// Arithmetic and memory take about as long as each other, so they must overlap: while scores of a tile are made its
+// values are fetched, and while its values are summed the next tile's keys are (`next`: rows of either).
+
 // scores[g][k .. k + K - 1] = query row g . key k; query rows are padded with zeros to whole vectors.
 template <class T, int G, int K>
-inline void score_some(const float* query, int64_t stride, const T* const* keys, int k, int dim, float* scores) {
+inline void score_some(const float* query, int64_t stride, const T* const* keys, const T* const* next, int k, int dim,
+                       float* scores) {
   const T* row[K];
   Vec total[K][G];
   for (int i = 0; i < K; ++i) {
@@ -206,6 +231,10 @@ inline void score_some(const float* query, int64_t stride, const T* const* keys,
   }
   const int whole = dim / LANES * LANES;
   for (int d = 0; d < whole; d += LANES) {
+    if (next && d * sizeof(T) % 64 == 0) {
+#pragma GCC unroll 8
+      for (int i = 0; i < K; ++i) __builtin_prefetch(next[k + i] + d);
+    }
     Vec x[K];
 #pragma GCC unroll 8
     for (int i = 0; i < K; ++i) x[i] = Load<T>::full(row[i] + d);
@@ -233,27 +262,24 @@ inline void score_some(const float* query, int64_t stride, const T* const* keys,
 }
 
 template <class T, int G>
-void score(const float* query, int64_t stride, const T* const* keys, const T* const* values, int count, int dim,
-           int64_t value_bytes, float* scores) {
+void score(const float* query, int64_t stride, const T* const* keys, const T* const* next, int count, int dim,
+           float* scores) {
   // Sums of four keys at once where the registers hold them: one horizontal sum then serves four scores.
   constexpr int K = 4 * G + 4 <= REGISTERS + 1 ? 4 : 2 * G + 2 <= REGISTERS ? 2 : 1;
   int k = 0;
-  for (; k + K <= count; k += K) {
-    if (value_bytes) {
-      for (int i = 0; i < K; ++i) prefetch(values[k + i], value_bytes);
-    }
-    score_some<T, G, K>(query, stride, keys, k, dim, scores);
-  }
-  for (; k < count; ++k) score_some<T, G, 1>(query, stride, keys, k, dim, scores);
+  for (; k + K <= count; k += K) score_some<T, G, K>(query, stride, keys, next, k, dim, scores);
+  for (; k < count; ++k) score_some<T, G, 1>(query, stride, keys, next, k, dim, scores);
 }
 
 // out[g] += sum over k of weights[g][k] * value k, for N vectors from d on.
 template <class T, int G, int N>
-inline void weigh_some(const float* weights, const T* const* values, int count, int d, float* out, int64_t stride) {
+inline void weigh_some(const float* weights, const T* const* values, const T* const* next, int count, int d, float* out,
+                       int64_t stride) {
   Vec total[G][N];
   for (int g = 0; g < G; ++g)
     for (int j = 0; j < N; ++j) total[g][j] = load(out + g * stride + d + j * LANES);
   for (int k = 0; k < count; ++k) {
+    if (next) prefetch(next[k] + d, N * LANES);
     const T* row = values[k] + d;
     Vec x[N];
 #pragma GCC unroll 8
@@ -270,11 +296,12 @@ inline void weigh_some(const float* weights, const T* const* values, int count, 
 }
 
 template <class T, int G>
-void weigh(const float* weights, const T* const* values, int count, int dim, float* out, int64_t stride) {
+void weigh(const float* weights, const T* const* values, const T* const* next, int count, int dim, float* out,
+           int64_t stride) {
   constexpr int N = 4 * (G + 1) < REGISTERS ? 4 : 2 * (G + 1) < REGISTERS ? 2 : 1;
   int d = 0;
-  for (; d + N * LANES <= dim; d += N * LANES) weigh_some<T, G, N>(weights, values, count, d, out, stride);
-  for (; d + LANES <= dim; d += LANES) weigh_some<T, G, 1>(weights, values, count, d, out, stride);
+  for (; d + N * LANES <= dim; d += N * LANES) weigh_some<T, G, N>(weights, values, next, count, d, out, stride);
+  for (; d + LANES <= dim; d += LANES) weigh_some<T, G, 1>(weights, values, next, count, d, out, stride);
   if (d < dim) {
     for (int k = 0; k < count; ++k) {
       const Vec x = load_part<T>(values[k] + d, dim - d);
@@ -434,10 +461,11 @@ struct Decode {
   }
 
   void attend(const Piece& piece) {
-    const Floats memory = floats(rows * (row_step + out_step + TILE));
+    const Floats memory = floats(rows * (row_step + out_step + TILE + LANES));
     float* query = memory.get();
     float* out = query + rows * row_step;
     float* weights = out + rows * out_step;
+    float* totals = weights + rows * TILE;  // sums of weights, still one per lane
     float top[ROWS], total[ROWS];
     const float* source = a.query + (piece.run * a.rows + first_row) * a.dim;
     for (int64_t g = 0; g < rows; ++g) {
@@ -445,17 +473,17 @@ struct Decode {
       for (int64_t d = 0; d < a.dim; ++d) to[d] = source[g * a.dim + d] * static_cast<float>(a.scaling);
       std::fill(to + a.dim, to + row_step, 0.f);
       top[g] = NOTHING;
-      total[g] = 0;
+      store(totals + g * LANES, zero());
     }
     std::fill(out, out + rows * out_step, 0.f);
 
     const int64_t border = chosen_slots[piece.run];
     const T* keys = static_cast<const T*>(a.keys) + a.start[piece.run] * a.key_stride;
     const T* values = static_cast<const T*>(a.values) + a.start[piece.run] * a.value_stride;
-    const T *key_rows[TILE], *value_rows[TILE];
-    for (int64_t slot = piece.begin, count; slot < piece.end; slot += count) {
-      const bool paged = slot < border;  // a page of the store, where it lies
-      count = std::min<int64_t>(TILE, (paged ? std::min(border, piece.end) : piece.end) - slot);
+    // The rows of a tile: at most TILE slots from `slot` on, either pages of the store where they lie, or own slots.
+    const auto locate = [&](int64_t slot, const T** key_rows, const T** value_rows) {
+      const bool paged = slot < border;
+      const int64_t count = std::min<int64_t>(TILE, (paged ? std::min(border, piece.end) : piece.end) - slot);
       for (int64_t k = 0; k < count; ++k) {
         if (paged) {
           const int64_t page = chosen[piece.run * a.table_width + (slot + k) / a.chunk];
@@ -467,8 +495,20 @@ struct Decode {
           value_rows[k] = values + (slot - border + k) * a.value_stride;
         }
       }
-      tile(key_rows, value_rows, count, piece.run, paged ? -1 : slot - border, query, out, weights, top, total);
+      std::fill(key_rows + count, key_rows + TILE, key_rows[0]);  // may be fetched, is never used
+      return count;
+    };
+    const T* key_rows[2][TILE];
+    const T* value_rows[2][TILE];
+    int64_t count = piece.begin < piece.end ? locate(piece.begin, key_rows[0], value_rows[0]) : 0;
+    for (int64_t slot = piece.begin, turn = 0; count > 0; turn ^= 1) {
+      const int64_t next = slot + count;
+      const int64_t coming = next < piece.end ? locate(next, key_rows[turn ^ 1], value_rows[turn ^ 1]) : 0;
+      tile(key_rows[turn], value_rows[turn], coming ? key_rows[turn ^ 1] : nullptr, count, piece.run,
+           slot < border ? -1 : slot - border, query, out, weights, top, totals);
+      slot = next, count = coming;
     }
+    for (int64_t g = 0; g < rows; ++g) total[g] = sum(load(totals + g * LANES));
 
     if (piece.of > 1) {
       const int64_t at = piece.partial * rows;
@@ -481,15 +521,15 @@ struct Decode {
   }
 
   // own: the tile's first slot in the segments, -1 for pages.
-  void tile(const T* const* keys, const T* const* values, int count, int64_t run, int64_t own, const float* query, float* out,
-            float* weights, float* top, float* total) {
+  void tile(const T* const* keys, const T* const* values, const T* const* next_keys, int count, int64_t run, int64_t own, const float* query, float* out,
+            float* weights, float* top, float* totals) {
     // As many query rows at once as registers allow, in blocks of nearly equal size.
     const int blocks = (rows + BLOCK - 1) / BLOCK;
     for (int block = 0; block < blocks; ++block) {
       const int low = rows * block / blocks, group = rows * (block + 1) / blocks - low;
       with_rows(group, [&](auto g) {
-        score<T, g()>(query + low * row_step, row_step, keys, values, count, int(a.dim),
-                      block ? 0 : int64_t(a.value_dim * sizeof(T)), weights + low * TILE);
+        score<T, g()>(query + low * row_step, row_step, keys, block ? nullptr : values, count, int(a.dim),
+                      weights + low * TILE);
       });
     }
     const int filled = (count + LANES - 1) / LANES * LANES;
@@ -503,28 +543,29 @@ struct Decode {
       Vec most = splat(NOTHING);
       for (int k = 0; k < filled; k += LANES) most = larger(load(s + k), most);
       const float highest = largest(most), before = top[g];
+      Vec all = load(totals + g * LANES);
       if (highest > before) {
-        if (total[g] != 0) {
+        if (before != NOTHING) {
           const float factor = std::exp(before - highest);
           float* to = out + g * out_step;
           for (int64_t d = 0; d < out_step; d += LANES) store(to + d, load(to + d) * factor);
-          total[g] *= factor;
+          all *= factor;
         }
         top[g] = highest;
       }
       const float base = top[g] == NOTHING ? 0.f : top[g];  // a tile that is hidden or NaN from end to end
-      Vec all = zero();
       for (int k = 0; k < filled; k += LANES) {
         const Vec w = exponential(load(s + k) - base);
         store(s + k, w);
         all += w;
       }
-      total[g] += sum(all);
+      store(totals + g * LANES, all);
     }
     for (int block = 0; block < blocks; ++block) {
       const int low = rows * block / blocks, group = rows * (block + 1) / blocks - low;
       with_rows(group, [&](auto g) {
-        weigh<T, g()>(weights + low * TILE, values, count, int(a.value_dim), out + low * out_step, out_step);
+        weigh<T, g()>(weights + low * TILE, values, block ? nullptr : next_keys, count, int(a.value_dim),
+                      out + low * out_step, out_step);
       });
     }
   }

@@ -8,7 +8,7 @@ Nothing waits for the device: starts and lengths are read there, and the grid fo
 of two above `max_length`. A call captured in a CUDA graph stays right while lengths change in place below that power
 of two (the shape of a mask or a mass, of course, stays what it was).
 
-Contract with `foveakv.kernels`: the registry row "triton" imports this module on first use and calls
+Contract with `foveakv.kernels`: the registry row "triton" imports this module on first use and calls `attend` or
 `attend_with_lse`; `available()` says whether that can work on this machine, `supports(query, runs)` whether it takes
 such tensors. Importing this module does not import triton; the first call does.
 Without a GPU the same code runs in Triton's interpreter: set TRITON_INTERPRET=1 before the first call (for tests).
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from foveakv.errors import MethodError
+from foveakv.kernels.contract import Attended
 from foveakv.memory.segments import Runs
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -55,11 +56,16 @@ def supports(query: Tensor, runs: Runs) -> bool:
 
 
 def attend(
-    query: Tensor, runs: Runs, scaling: float, mask: Tensor | None = None, need_mass: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """See `foveakv.kernels.decode_attention` for shapes. float16, bfloat16 and float32; head dims up to 256."""
-    out, mass, _ = attend_with_lse(query, runs, scaling, mask, need_mass)
-    return out, mass
+    query: Tensor,
+    runs: Runs,
+    scaling: float,
+    mask: Tensor | None = None,
+    need_mass: bool = False,
+    need_lse: bool = False,
+) -> Attended:
+    """See `foveakv.kernels.attend` for shapes. float16, bfloat16 and float32; head dims up to 256."""
+    out, mass, lse = attend_with_lse(query, runs, scaling, mask, need_mass)
+    return Attended(out, mass, lse if need_lse else None)
 
 
 def attend_with_lse(
