@@ -17,6 +17,7 @@ from foveakv.memory.chunks import ChunkStore, Place
 from foveakv.memory.segments import Segments
 from foveakv.methods.base import DecodeView, Method, PrefillView, keep_top
 from foveakv.methods.checks import choice, flag, number, share, whole_number
+from foveakv.methods.columns import from_end, real_first
 from foveakv.prompt import PromptMap
 from foveakv.scores import text_rows, topk_mass, window_scores
 
@@ -235,7 +236,7 @@ class HybridKV(Method):
         segments = _segments(layer)
         real, device = prompt.real, prompt.real.device
         static, budgets = static.to(device), budgets.to(device)
-        order = (~real).to(torch.int8).argsort(dim=-1, stable=True)  # real columns first: the order in a complete run
+        order = real_first(real)
         if self._late:
             keys, values = segments.gather()
             stored = torch.arange(segments.max_length, device=device) < prompt.lengths[:, None]
@@ -282,11 +283,6 @@ def _segments(layer: CompressedLayer) -> Segments:
     if layer.segments is None:
         raise CacheInUseError("the prompt has not been processed")
     return layer.segments
-
-
-def from_end(real: Tensor) -> Tensor:
-    """How many real entries there are from each one to the end, 1 for the last; C + 1 where not real. [..., C] both."""
-    return real.flip(-1).cumsum(-1).flip(-1).masked_fill(~real, real.shape[-1] + 1)
 
 
 def text_prior_keep(scores: Tensor, text: Tensor, real: Tensor, budgets: Tensor, window: int) -> Tensor:

@@ -13,6 +13,7 @@ from foveakv.budget import parse_budget
 from foveakv.errors import MethodError
 from foveakv.methods.base import Method, PrefillView, keep_top
 from foveakv.methods.checks import whole_number
+from foveakv.methods.columns import newest
 from foveakv.scores import window_scores
 
 
@@ -41,18 +42,24 @@ class SnapKV(Method):
         return True
 
     def prefill(self, view: PrefillView) -> Tensor:
-        size = self.budget_tokens(view.cache, self.budget)
+        size = self.layer_tokens(view)
         window, score = window_and_scores(view, self.window, size)
-        score = score.masked_fill(window[:, None], 0.0)  # the window stays anyway: its scores must not lift neighbours
-        score = F.avg_pool1d(score, self.kernel, stride=1, padding=self.kernel // 2)
+        score = self.smooth(score.masked_fill(window[:, None], 0.0))  # the window stays: it must not lift neighbours
         score = score.masked_fill((window | ~view.prompt.real)[:, None], -torch.inf)
         return keep_top(score, (size - window.sum(-1))[:, None]) | window[:, None]
+
+    def layer_tokens(self, view: PrefillView) -> Tensor:
+        """Tokens that every head of this layer keeps: int64 [B]."""
+        return self.budget_tokens(view.cache, self.budget)
+
+    def smooth(self, score: Tensor) -> Tensor:
+        """Scores [B, H, C], each the mean over `kernel` neighbours."""
+        return F.avg_pool1d(score, self.kernel, stride=1, padding=self.kernel // 2)
 
 
 def window_and_scores(view: PrefillView, width: int, size: Tensor) -> tuple[Tensor, Tensor]:
     """The window's columns, bool [B, C] (at most `size` [B] of them), and its scores [B, H, C], 0 at padding."""
     real = view.prompt.real
-    from_end = real.flip(-1).cumsum(-1).flip(-1)  # 1 for the last real token
-    window = real & (from_end <= size.clamp_max(width)[:, None])
+    window = newest(real, size.clamp_max(width))
     score = window_scores(view.query, view.keys, width, view.scaling, view.visible, real)
     return window, score.masked_fill(~real[:, None], 0.0)
