@@ -1,9 +1,12 @@
-"""`python -m benchmarks run decode|memory|prefill [options]`, `... report` (tables) and `... readme` (README.md)."""
+"""`python -m benchmarks run NAME` measures and writes results/NAME.json; `report` and `readme` write pages from these.
+
+`--quick` runs in seconds on tiny sizes: it shows that a benchmark works and says nothing about speed.
+"""
 
 from __future__ import annotations
 
-import json
-import sys
+import importlib
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,68 +14,298 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import common
+from benchmarks.methods import ALL, CORE
 
 app = typer.Typer(help=__doc__, no_args_is_help=True)
-run = typer.Typer(help="Run one benchmark and write its JSON.", no_args_is_help=True)
+run = typer.Typer(help="Run one benchmark and write its JSON, row by row.", no_args_is_help=True)
 app.add_typer(run, name="run")
-Contexts = Annotated[list[int], typer.Option("--context", help="Prompt tokens; repeat for several.")]
+
+Contexts = Annotated[list[int] | None, typer.Option("--context", help="Prompt tokens; repeat for several.")]
+Budgets = Annotated[list[float] | None, typer.Option("--budget", help="Share of the prompt; repeat for several.")]
+Methods = Annotated[list[str] | None, typer.Option("--method", help="Repeat for several; default: the core ones.")]
+Geometry = Annotated[str, typer.Option(help="qwen2.5-vl-7b, qwen2.5-vl-3b, llava-1.5 or demo.")]
+Dtype = Annotated[str, typer.Option(help="fp32 or bf16.")]
+Backend = Annotated[str, typer.Option(help="Decode kernel, see foveakv.kernels.BACKENDS.")]
+Repeats = Annotated[int | None, typer.Option(help="Rounds in which every side runs once.")]
+Seed = Annotated[int, typer.Option()]
+Label = Annotated[str, typer.Option(help="Result file NAME-LABEL.json, for a second run with other settings.")]
+Out = Annotated[Path, typer.Option(help="Folder of the result file.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Tiny sizes, seconds; no measurement.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Keep the rows that the result file has, measure the others.")]
 
 
-def _finish(name: str, rows: list[dict[str, Any]], settings: dict[str, Any]) -> None:
-    command = "python -m benchmarks " + " ".join(sys.argv[1:])
-    path = common.write(name, command, rows, settings)
-    _show(name, rows)
-    Console().print(f"written: {path}")
+def _measure(
+    name: str, settings: dict[str, Any], *, out: Path, label: str = "", quick: bool, resume: bool
+) -> dict[str, Any]:
+    module = importlib.import_module(f"benchmarks.{name}")
+    recorder = common.Recorder(name, module.BY, settings, folder=out, label=label, quick=quick, resume=resume)
+    module.run(recorder)
+    content = recorder.finish()
+    _show(content)
+    Console().print(f"written: {recorder.path}")
+    return content
+
+
+@run.command("decode_attention")
+def decode_attention(
+    geometry: Geometry = "qwen2.5-vl-7b",
+    context: Contexts = None,
+    budget: Budgets = None,
+    method: Methods = None,
+    repeats: Repeats = None,
+    backend: Backend = "auto",
+    dtype: Dtype = "fp32",
+    seed: Seed = common.SEED,
+    label: Label = "",
+    out: Out = common.RESULTS,
+    quick: Quick = False,
+    resume: Resume = False,
+) -> None:
+    """Attention and cache update per layer and token, beside the time to read the same bytes once."""
+    settings = {
+        "geometry": geometry,
+        "contexts": context or ([256] if quick else [2048, 8192, 32768, 131072]),
+        "budgets": budget or ([0.2] if quick else [0.05, 0.1, 0.2, 0.5]),
+        "methods": method or list(CORE),
+        "repeats": repeats or (2 if quick else 15),
+        "backend": backend,
+        "dtype": dtype,
+        "seed": seed,
+    }
+    _measure("decode_attention", settings, out=out, label=label, quick=quick, resume=resume)
 
 
 @run.command()
-def decode(
-    geometry: str = "qwen2.5-vl-7b",
-    context: Contexts = [8192, 32768],  # noqa: B006
-    budget: float = 0.1,
-    repeats: int = 15,
-    backend: str = "auto",
+def generate(
+    model: Annotated[list[str] | None, typer.Option(help="demo, qwen2.5-vl-7b, qwen2.5-vl-3b or tiny.")] = None,
+    context: Contexts = None,
+    budget: Annotated[float, typer.Option(help="Share of the prompt.")] = 0.1,
+    method: Methods = None,
+    layers: Annotated[int, typer.Option(help="Layers of a random-weight slice.")] = 2,
+    tokens: Annotated[int | None, typer.Option(help="New tokens.")] = None,
+    block: Annotated[int, typer.Option(help="Tokens that a side makes before the next one's turn.")] = 16,
+    batch: Annotated[int, typer.Option(help="Sequences; more than 1 with filled prompts only.")] = 1,
+    prompt: Annotated[str, typer.Option(help="read, fill, or auto: read up to 8,192 tokens.")] = "auto",
+    backend: Backend = "auto",
+    dtype: Dtype = "fp32",
+    seed: Seed = common.SEED,
+    label: Label = "",
+    out: Out = common.RESULTS,
+    quick: Quick = False,
+    resume: Resume = False,
 ) -> None:
-    """Attention and cache update per layer and token."""
-    from benchmarks.decode import run as measure
-
-    rows = measure(geometry, context, budget, repeats, backend)
-    _finish("decode", rows, {"geometry": geometry, "budget": budget, "repeats": repeats, "backend": backend})
+    """Whole models: time to the first token and per token, against three full paths."""
+    if prompt not in ("auto", "read", "fill"):
+        raise typer.BadParameter(f"--prompt is read, fill or auto, not {prompt}")
+    if batch > 1 and prompt != "fill":
+        raise typer.BadParameter("--batch needs --prompt fill")
+    settings = {
+        "models": model or (["tiny"] if quick else ["demo", "qwen2.5-vl-7b"]),
+        "contexts": context or ([160] if quick else [8192, 32768]),
+        "budget": budget,
+        "methods": method or ["full", "hae", "hybridkv", "snapkv"],
+        "layers": layers,
+        "tokens": tokens or (4 if quick else 128),
+        "block": 2 if quick else block,
+        "batch": batch,
+        "prompt": prompt,
+        "backend": backend,
+        "dtype": dtype,
+        "seed": seed,
+    }
+    _measure("generate", settings, out=out, label=label, quick=quick, resume=resume)
 
 
 @run.command()
-def memory(
-    geometry: str = "qwen2.5-vl-7b",
-    context: Contexts = [8192],  # noqa: B006
-    budget: Annotated[list[float], typer.Option("--budget")] = [0.1, 0.2],  # noqa: B006
-    layers: int = 4,
+def story(
+    model: Annotated[str | None, typer.Option(help="demo, or a slice as in `generate`.")] = None,
+    context: Annotated[int | None, typer.Option(help="Prompt tokens, about.")] = None,
+    layers: Annotated[int, typer.Option(help="Layers of a random-weight slice.")] = 2,
+    repeats: Repeats = None,
+    backend: Backend = "auto",
+    dtype: Dtype = "fp32",
+    seed: Seed = common.SEED,
+    label: Label = "",
+    out: Out = common.RESULTS,
+    quick: Quick = False,
+    resume: Resume = False,
 ) -> None:
-    """Stored, peak and host bytes."""
-    from benchmarks.memory import run as measure
-
-    _finish("memory", measure(geometry, context, budget, layers), {"geometry": geometry, "layers": layers})
+    """HAE's story setting: 1,024 tokens of KV, bin 128, 512 new tokens, 5 beams, end to end."""
+    settings = {
+        "model": model or ("tiny" if quick else "demo"),
+        "context": context or (160 if quick else 2400),
+        "kv_size": 32 if quick else 1024,
+        "bin": 4 if quick else 128,
+        "tokens": 6 if quick else 512,
+        "beams": 2 if quick else 5,
+        "layers": layers,
+        "repeats": repeats or 1,
+        "backend": backend,
+        "dtype": dtype,
+        "seed": seed,
+    }
+    _measure("story", settings, out=out, label=label, quick=quick, resume=resume)
 
 
 @run.command()
 def prefill(
-    context: Contexts = [2048, 8192],  # noqa: B006
-    budget: float = 0.1,
-    repeats: int = 3,
-    method: Annotated[list[str] | None, typer.Option("--method")] = None,
+    geometry: Annotated[str | None, typer.Option(help="qwen2.5-vl-7b, qwen2.5-vl-3b or tiny.")] = None,
+    context: Contexts = None,
+    budget: Annotated[float, typer.Option(help="Share of the prompt.")] = 0.1,
+    method: Methods = None,
+    layers: Annotated[int, typer.Option(help="Layers of the slice in the part `overhead`; 1 is enough there.")] = 2,
+    drop_layers: Annotated[int, typer.Option(help="Layers in the part `drop`; 0 leaves it out.")] = 4,
+    repeats: Repeats = None,
+    dtype: Dtype = "fp32",
+    seed: Seed = common.SEED,
+    label: Label = "",
+    out: Out = common.RESULTS,
+    quick: Quick = False,
+    resume: Resume = False,
 ) -> None:
-    """Prefill overhead of every method over the plain model."""
-    from benchmarks.prefill import run as measure
+    """What methods add to a prefill, and what drop_hidden_states takes away."""
+    settings = {
+        "geometry": geometry or ("tiny" if quick else "qwen2.5-vl-7b"),
+        "contexts": context or ([256] if quick else [2048, 8192]),
+        "budget": budget,
+        "methods": method or ["hae", "hybridkv", "snapkv", "adakv", "h2o"],
+        "layers": layers,
+        "drop_layers": drop_layers,
+        "repeats": repeats or 1,
+        "dtype": dtype,
+        "seed": seed,
+    }
+    _measure("prefill", settings, out=out, label=label, quick=quick, resume=resume)
 
-    _finish("prefill", measure(context, budget, repeats, method), {"budget": budget, "repeats": repeats})
+
+@run.command()
+def memory(
+    geometry: Geometry = "qwen2.5-vl-7b",
+    context: Contexts = None,
+    budget: Budgets = None,
+    method: Methods = None,
+    layers: Annotated[int, typer.Option(help="Layers, all with the same prompt.")] = 4,
+    digest_dtype: Annotated[str | None, typer.Option(help="hybridkv's option of that name, where it has one.")] = None,
+    dtype: Dtype = "fp32",
+    seed: Seed = common.SEED,
+    label: Label = "",
+    out: Out = common.RESULTS,
+    quick: Quick = False,
+    resume: Resume = False,
+) -> None:
+    """Stored, peak and host bytes."""
+    settings = {
+        "geometry": geometry,
+        "contexts": context or ([256] if quick else [8192]),
+        "budgets": budget or ([0.2] if quick else [0.1, 0.2]),
+        "methods": method or list(ALL),
+        "layers": layers,
+        "digest_dtype": digest_dtype,
+        "dtype": dtype,
+        "seed": seed,
+    }
+    _measure("memory", settings, out=out, label=label, quick=quick, resume=resume)
+
+
+@run.command()
+def append(
+    geometry: Geometry = "qwen2.5-vl-7b",
+    context: Contexts = None,
+    budget: Annotated[float, typer.Option(help="Share of the prompt that snapkv keeps.")] = 0.1,
+    tokens: Annotated[int | None, typer.Option(help="Appended tokens.")] = None,
+    dtype: Dtype = "fp32",
+    seed: Seed = common.SEED,
+    label: Label = "",
+    out: Out = common.RESULTS,
+    quick: Quick = False,
+    resume: Resume = False,
+) -> None:
+    """Appending decoded tokens to a long cache, without attention."""
+    settings = {
+        "geometry": geometry,
+        "contexts": context or ([256] if quick else [32768]),
+        "budget": budget,
+        "tokens": tokens or (60 if quick else 1000),
+        "dtype": dtype,
+        "seed": seed,
+    }
+    _measure("append", settings, out=out, label=label, quick=quick, resume=resume)
+
+
+@run.command()
+def kvpress(
+    context: Contexts = None,
+    budget: Budgets = None,
+    layers: Annotated[int, typer.Option(help="Decoder layers.")] = 2,
+    tokens: Annotated[int | None, typer.Option(help="New tokens.")] = None,
+    repeats: Repeats = None,
+    dtype: Dtype = "fp32",
+    seed: Seed = common.SEED,
+    label: Label = "",
+    out: Out = common.RESULTS,
+    quick: Quick = False,
+    resume: Resume = False,
+) -> None:
+    """Against kvpress in its own environment (make it with benchmarks/peers/install.sh)."""
+    settings = {
+        "sizes": "tiny" if quick else "qwen2.5-7b-text",
+        "contexts": context or ([256] if quick else [2048, 8192]),
+        "budgets": budget or ([0.2] if quick else [0.1]),
+        "layers": layers,
+        "tokens": tokens or (4 if quick else 64),
+        "repeats": repeats or (1 if quick else 2),
+        "dtype": dtype,
+        "seed": seed,
+    }
+    _measure("kvpress", settings, out=out, label=label, quick=quick, resume=resume)
+
+
+@run.command()
+def scale(
+    geometry: Geometry = "qwen2.5-vl-7b",
+    context: Contexts = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Repeat for several.")] = None,
+    method: Methods = None,
+    repeats: Repeats = None,
+    backend: Backend = "auto",
+    dtype: Dtype = "fp32",
+    seed: Seed = common.SEED,
+    label: Label = "",
+    out: Out = common.RESULTS,
+    quick: Quick = False,
+    resume: Resume = False,
+) -> None:
+    """How the cost of a step grows with context and batch."""
+    settings = {
+        "geometry": geometry,
+        "contexts": context or ([128, 256] if quick else [2048, 4096, 8192, 16384, 32768, 65536]),
+        "batch_context": 128 if quick else 8192,
+        "batches": batch or ([1, 2] if quick else [1, 2, 4, 8]),
+        "share": 0.2 if quick else 0.1,
+        "fixed": 64 if quick else 1024,
+        "methods": method or ["full", "hae", "hybridkv", "snapkv"],
+        "repeats": repeats or (2 if quick else 15),
+        "backend": backend,
+        "dtype": dtype,
+        "seed": seed,
+    }
+    _measure("scale", settings, out=out, label=label, quick=quick, resume=resume)
 
 
 @app.command()
-def report() -> None:
-    """Tables of every result file."""
-    for path in sorted(common.RESULTS.glob("*.json")):
-        content = json.loads(path.read_text())
-        Console().print(f"\n{content['command']}   {content['machine']['processor']}", highlight=False)
-        _show(content["benchmark"], content["rows"])
+def report(
+    results: Annotated[Path, typer.Option(help="Folder of the result files.")] = common.RESULTS,
+    out: Annotated[Path, typer.Option(help="The page; its plots go to a folder of its name beside it.")] = Path(
+        __file__
+    ).parent.parent
+    / "docs"
+    / "performance.md",
+) -> None:
+    """Writes docs/performance.md and its plots from the result files alone."""
+    from benchmarks.report import write
+
+    write(results, out)
+    Console().print(f"written: {out}")
 
 
 @app.command()
@@ -83,18 +316,23 @@ def readme() -> None:
     update()
 
 
-def _show(name: str, rows: list[dict[str, Any]]) -> None:
-    table = Table(title=name)
-    for column in rows[0]:
+def _show(content: dict[str, Any]) -> None:
+    rows = content["rows"]
+    table = Table(title=content["benchmark"])
+    hidden = {"load", "at", *(key for row in rows for key, value in row.items() if isinstance(value, list))}
+    columns = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in hidden]
+    for column in columns:
         table.add_column(column)
     for row in rows:
-        table.add_row(*[_text(value) for value in row.values()])
-    Console(width=180).print(table)
+        table.add_row(*[_text(row.get(column)) for column in columns])
+    Console(width=200).print(table)
 
 
 def _text(value: Any) -> str:
     if isinstance(value, dict):
         return f"{value['median']:.2f} ({value['low']:.2f}-{value['high']:.2f})"
+    if value is None:
+        return ""
     return f"{value:.3g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 

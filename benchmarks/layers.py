@@ -12,10 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from foveakv.cache import CompressedCache
 from foveakv.methods import Method
 from foveakv.prompt import IMAGE, TEXT, PromptMap
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+Tensors = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,10 @@ class Shape:
     @property
     def scaling(self) -> float:
         return self.head_dim**-0.5
+
+    @property
+    def group(self) -> int:
+        return self.query_heads // self.kv_heads
 
     def config(self, layers: int) -> Any:
         from transformers import LlamaConfig
@@ -50,48 +58,60 @@ SHAPES = {
 }
 
 
-def prompt(tokens: int, visual_share: float = 0.75) -> PromptMap:
+def shape_of(geometry: str) -> Shape:
+    if geometry not in SHAPES:
+        raise SystemExit(f"no geometry {geometry!r}; choose one of {', '.join(SHAPES)}")
+    return SHAPES[geometry]
+
+
+def dtype_of(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise SystemExit(f"no dtype {name!r}; choose one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def prompt(tokens: int, visual_share: float = 0.75, batch: int = 1) -> PromptMap:
     """Text, one long image, text: the image takes `visual_share` of the tokens and follows an eighth of the text."""
-    kinds = torch.full((1, tokens), TEXT, dtype=torch.int8)
+    kinds = torch.full((batch, tokens), TEXT, dtype=torch.int8)
     visual = int(tokens * visual_share)
     start = (tokens - visual) // 8
     kinds[:, start : start + visual] = IMAGE
     return PromptMap(kinds)
 
 
-def peaked(shape: Shape, tokens: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Random query [1, Hq, C, D], keys and values [1, H, C, D]: attention peaked in some heads, flat in others.
+def peaked(shape: Shape, tokens: int, seed: int = 0, *, batch: int = 1, dtype: torch.dtype = torch.float32) -> Tensors:
+    """Random query [B, Hq, C, D], keys and values [B, H, C, D]: attention peaked in some heads, flat in others.
 
-    With plain noise every head looks alike and a head classification is all or nothing; the factor spreads them.
+    With plain noise every head looks alike and a head classification is all or nothing; a factor on the keys spreads
+    them. All query heads share one memory (1.9 GB instead of 67 MB at 128k tokens otherwise): the query only scores
+    the prompt here, the steps that are timed have their own.
     """
     generator = torch.Generator().manual_seed(seed)
-    query = torch.randn(1, shape.query_heads, tokens, shape.head_dim, generator=generator)
-    keys = torch.randn(1, shape.kv_heads, tokens, shape.head_dim, generator=generator)
-    values = torch.randn(1, shape.kv_heads, tokens, shape.head_dim, generator=generator)
-    factor = torch.linspace(0.5, 4.0, shape.kv_heads).repeat_interleave(shape.query_heads // shape.kv_heads)
-    return query * factor[None, :, None, None], keys, values
+    query = torch.randn(batch, 1, tokens, shape.head_dim, generator=generator).to(dtype)
+    keys = torch.randn(batch, shape.kv_heads, tokens, shape.head_dim, generator=generator)
+    keys *= torch.linspace(0.5, 4.0, shape.kv_heads)[:, None, None]
+    values = torch.randn(batch, shape.kv_heads, tokens, shape.head_dim, generator=generator).to(dtype)
+    return query.expand(-1, shape.query_heads, -1, -1), keys.to(dtype), values
 
 
 class Driver:
     """A compressed cache of a few layers, fed as a model would feed it."""
 
-    def __init__(self, shape: Shape, method: Method, tokens: int, layers: int = 1, backend: str = "auto") -> None:
+    def __init__(
+        self, shape: Shape, method: Method, tokens: int, layers: int = 1, backend: str = "auto", batch: int = 1
+    ) -> None:
         self.shape = shape
         self.cache = CompressedCache(shape.config(layers), method, backend=backend)
         self.tokens = tokens
+        self.batch = batch
         self.mask = None
 
-    def prefill(self, tensors: tuple[Tensor, Tensor, Tensor]) -> None:
+    def prefill(self, tensors: Tensors) -> None:
         """Everything the library does after the dense attention of each layer (which is left out)."""
-        query, keys, values = tensors
-        self.cache.begin_forward(self.tokens, prompt(self.tokens), None, keys.element_size())
-        for layer in self.cache.compressed:
-            handle, _ = layer.update(keys, values)
-            layer.end_prefill(query, handle, self.mask, self.shape.scaling)
-        self.cache.end_forward([])
+        fill(self.cache, tensors, prompt(self.tokens, batch=self.batch), self.shape.scaling)
 
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """One decode step of every layer: append and attend. query [1, Hq, 1, D], key and value [1, H, 1, D]."""
+        """One decode step of every layer: append and attend. query [B, Hq, 1, D], key and value [B, H, 1, D]."""
         self.cache.begin_forward(1, None, None, key.element_size())
         output = query
         for layer in self.cache.compressed:
@@ -100,13 +120,123 @@ class Driver:
         self.cache.end_forward([])
         return output
 
+    @property
+    def read(self) -> list[Tensor]:
+        """What a decode step reads of the stored prompt: keys, values, and where chunks are chosen their digests."""
+        found = []
+        for layer in self.cache.compressed:
+            if layer.segments is not None:
+                found += [layer.segments.runs.keys, layer.segments.runs.values]
+            digests = (getattr(memory, "digests", None) for memory in layer.extra_memory)
+            found += [tensor for tensor in digests if isinstance(tensor, Tensor)]
+        return found
 
-def one_token(shape: Shape, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    draw = lambda heads: torch.randn(1, heads, 1, shape.head_dim, generator=generator)  # noqa: E731
-    return draw(shape.query_heads), draw(shape.kv_heads), draw(shape.kv_heads)
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the retrieved slots that were already there; None for methods that retrieve nothing."""
+        retrieved = sum(layer.counts["retrieved"] for layer in self.cache.compressed)
+        hits = sum(layer.counts["hits"] for layer in self.cache.compressed)
+        return hits / retrieved if retrieved else None
 
 
-def as_module(shape: Shape) -> Any:
-    """What transformers' sdpa function reads of an attention module."""
-    return SimpleNamespace(num_key_value_groups=shape.query_heads // shape.kv_heads, is_causal=True, training=False)
+def fill(cache: CompressedCache, tensors: Tensors, described: PromptMap, scaling: float) -> None:
+    """Gives every layer of a fresh cache the same prompt, through the code that a model's forward pass runs."""
+    query, keys, values = tensors
+    cache.begin_forward(keys.shape[2], described, None, keys.element_size())
+    for layer in cache.compressed:
+        handle, _ = layer.update(keys, values)
+        layer.end_prefill(query, handle, None, scaling)
+    cache.end_forward([])
+
+
+class Packed:
+    """The best full cache in plain PyTorch: preallocated, the query group packed as rows of one SDPA call."""
+
+    def __init__(self, shape: Shape, keys: Tensor, values: Tensor, room: int) -> None:
+        self.shape, self.length = shape, keys.shape[2]
+        self.keys = torch.cat([keys, keys.new_zeros(*keys.shape[:2], room, keys.shape[3])], dim=2)
+        self.values = torch.cat([values, values.new_zeros(*values.shape[:2], room, values.shape[3])], dim=2)
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self.keys[:, :, self.length : self.length + 1] = key
+        self.values[:, :, self.length : self.length + 1] = value
+        self.length += 1
+        packed = query.view(len(query), self.shape.kv_heads, self.shape.group, self.shape.head_dim)
+        keys, values = self.keys[:, :, : self.length], self.values[:, :, : self.length]
+        return F.scaled_dot_product_attention(packed, keys, values, scale=self.shape.scaling)
+
+    @property
+    def read(self) -> list[Tensor]:
+        return [self.keys, self.values]
+
+
+class Default:
+    """transformers' own path: DynamicCache, sdpa."""
+
+    def __init__(self, shape: Shape, keys: Tensor, values: Tensor) -> None:
+        from transformers import DynamicCache
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        self.attention = sdpa_attention_forward
+        self.shape = shape
+        self.module = SimpleNamespace(num_key_value_groups=shape.group, is_causal=True, training=False)
+        self.cache = DynamicCache()
+        self.cache.update(keys, values, 0)
+
+    def step(self, query: Tensor, key: Tensor, value: Tensor) -> Any:
+        keys, values = self.cache.update(key, value, 0)
+        return self.attention(self.module, query, keys, values, None, scaling=self.shape.scaling)
+
+    @property
+    def read(self) -> list[Tensor]:
+        return [self.cache.layers[0].keys, self.cache.layers[0].values]
+
+
+class Tokens:
+    """New tokens for the steps: queries that drift, so that retrieval has something to fetch; the same for all sides.
+
+    Consecutive queries correlate by `correlation`. Rows that retrieve report the hit rate that came of it.
+    """
+
+    def __init__(
+        self, shape: Shape, seed: int, *, batch: int = 1, dtype: torch.dtype = torch.float32, correlation: float = 0.9
+    ) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.made: list[Tensors] = []
+        self.shape, self.batch, self.dtype = shape, batch, dtype
+        self.correlation = correlation
+        self._draw = lambda heads: torch.randn(batch, heads, 1, shape.head_dim, generator=generator)
+        self._query = self._draw(shape.query_heads)
+
+    def __getitem__(self, step: int) -> Tensors:
+        while len(self.made) <= step:
+            fresh = self._draw(self.shape.query_heads)
+            self._query = self.correlation * self._query + (1 - self.correlation**2) ** 0.5 * fresh
+            key, value = self._draw(self.shape.kv_heads), self._draw(self.shape.kv_heads)
+            self.made.append((self._query.to(self.dtype), key.to(self.dtype), value.to(self.dtype)))
+        return self.made[step]
+
+
+class Stepper:
+    """Calls `step` with the next token each time."""
+
+    def __init__(self, step: Any, tokens: Tokens) -> None:
+        self._step, self._tokens, self._next = step, tokens, 0
+
+    def __call__(self) -> None:
+        token = self._tokens[self._next]
+        self._next += 1
+        self._step(*token)
+
+
+def one_token(shape: Shape, seed: int) -> Tensors:
+    return Tokens(shape, seed)[0]
+
+
+def read_once(buffers: list[Tensor]) -> float:
+    """Reads every byte of some contiguous buffers once, in parallel: the least that a pass over them can take."""
+    return float(sum(tensor.detach().flatten().view(torch.float32).sum() for tensor in buffers))
+
+
+def storage(buffers: list[Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in buffers)

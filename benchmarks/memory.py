@@ -1,27 +1,42 @@
-"""Stored bytes by method and budget: device storage (slack, positions, side tensors, digests included) and host."""
+"""Stored bytes by method and budget: device storage (slack, positions, side tensors, digests included) and host.
+
+Bytes do not depend on how busy the machine is, and are the same in every run.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import torch
 
-from benchmarks.layers import SHAPES, Driver, peaked
-from benchmarks.methods import at_budget
+from benchmarks.common import Recorder
+from benchmarks.layers import Driver, dtype_of, peaked, shape_of
+from benchmarks.methods import at_budget, has_option
 from foveakv.report import Report
 
+BY = ("geometry", "context", "budget", "method")
 
-def run(geometry: str, contexts: list[int], budgets: list[float], layers: int) -> list[dict[str, Any]]:
-    rows = []
-    shape = SHAPES[geometry]
-    for context in contexts:
-        tensors = peaked(shape, context)
-        for budget in budgets:
-            for name, method in at_budget(budget, context).items():
+
+@torch.inference_mode()
+def run(recorder: Recorder) -> None:
+    """One group of rows per context and budget."""
+    settings = recorder.settings
+    shape, layers, digest_dtype = shape_of(settings["geometry"]), settings["layers"], settings["digest_dtype"]
+    if digest_dtype and not has_option("hybridkv", "digest_dtype"):
+        raise SystemExit("this version's hybridkv has no option digest_dtype; leave --digest-dtype out")
+    for context in settings["contexts"]:
+        tensors = peaked(shape, context, settings["seed"], dtype=dtype_of(settings["dtype"]))
+        for budget in settings["budgets"]:
+            if recorder.has(geometry=settings["geometry"], context=context, budget=budget):
+                continue
+            rows = []
+            methods = at_budget(budget, context, names=settings["methods"], digest_dtype=digest_dtype)
+            for name, method in methods.items():
+                recorder.method(f"{name} {budget:g} at {context}", method)
                 driver = Driver(shape, method, context, layers=layers)
                 driver.prefill(tensors)
                 report = Report.of(driver.cache)
                 rows.append(
                     {
-                        "geometry": geometry,
+                        "geometry": settings["geometry"],
                         "context": context,
                         "budget": budget,
                         "method": name,
@@ -35,4 +50,4 @@ def run(geometry: str, contexts: list[int], budgets: list[float], layers: int) -
                         / (report.full_bytes / layers + report.stored_bytes),
                     }
                 )
-    return rows
+            recorder.add(rows)

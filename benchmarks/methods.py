@@ -2,28 +2,48 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
 from foveakv import methods
-from foveakv.methods import Method
+from foveakv.methods import Method, find
+
+CORE = ("full", "hae", "hybridkv", "snapkv", "adakv")
+ALL = ("full", "fastv", "hae", "hae (DAP only)", "random", "streaming", "h2o", "snapkv", "adakv", "hybridkv")
 
 
 def at_budget(
-    budget: float, tokens: int, visual_share: float = 0.75, *, prefill_rows: str | int = "all"
+    budget: float,
+    tokens: int,
+    visual_share: float = 0.75,
+    *,
+    prefill_rows: str | int = "all",
+    names: Iterable[str] = ALL,
+    digest_dtype: str | None = None,
 ) -> dict[str, Method]:
-    """Every method, set so that about `budget` of a prompt of `tokens` stays (fastv cannot: it keeps half by design).
+    """Methods, set so that about `budget` of a prompt of `tokens` stays (fastv cannot: it keeps half by design).
 
     HAE prunes visual tokens in the first layer and then brings the cache to the budget. `prefill_rows` bounds the
-    rows that HAE and H2O score, for benchmarks of what follows the prompt.
+    rows that HAE and H2O score, for benchmarks of what follows the prompt. `digest_dtype` goes to hybridkv.
     """
-    visual = int(tokens * visual_share)
-    made = {
-        "full": methods.get("full"),
-        "fastv": methods.get("fastv"),
-        "hae": methods.get(
-            "hae", budget=budget, target_visual_tokens=max(1, int(visual * budget)), prefill_rows=prefill_rows
-        ),
-        "hae (DAP only)": methods.get("hae", ddes=False, target_visual_tokens=max(1, int(visual * budget))),
+    kept = max(1, int(tokens * visual_share * budget))
+    rows = {"prefill_rows": prefill_rows}
+    settings: dict[str, tuple[str, dict[str, Any]]] = {
+        "full": ("full", {}),
+        "fastv": ("fastv", {}),
+        "hae": ("hae", {"budget": budget, "target_visual_tokens": kept, **rows}),
+        "hae (DAP only)": ("hae", {"ddes": False, "target_visual_tokens": kept}),
+        "h2o": ("h2o", {"budget": budget, **rows}),
+        "hybridkv": ("hybridkv", {"budget": budget} | ({"digest_dtype": digest_dtype} if digest_dtype else {})),
     }
-    for name in ("random", "streaming", "h2o", "snapkv", "adakv", "hybridkv"):
-        extra = {"prefill_rows": prefill_rows} if name == "h2o" else {}
-        made[name] = methods.get(name, budget=budget, **extra)
+    made = {}
+    for name in names:
+        method, options = settings.get(name, (name, {"budget": budget}))
+        made[name] = methods.get(method, **options)
     return made
+
+
+def has_option(method: str, option: str) -> bool:
+    """Whether this version of a method knows an option."""
+    return any(field.name == option for field in dataclasses.fields(find(method)))

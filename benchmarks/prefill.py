@@ -1,163 +1,164 @@
 """What compression adds to a prefill, and what HAE with drop_hidden_states takes away from it.
 
-Two-layer slices of Qwen2.5-VL-7B's text decoder with random weights and a tiny vision tower; three quarters of the
-prompt are visual tokens. Two figures: the wall time of the whole prefill against the plain model, in turns; and the
-share of a plain prefill that the library's own work after each layer's attention takes (less noise, same claim).
+Slices of Qwen2.5-VL's text decoder with random weights; about three quarters of the prompt are visual tokens. The
+main figure is `own_share`: the library's own work after each layer's attention, measured inside the whole prefill, as
+a share of a plain prefill. `over_plain`, whole against whole, says the same with the noise of both. Plain prefills run
+before, between and after the methods; `plain_drift` is how far apart they lie.
+
+The part `drop` compares whole prefills of a slice with more layers (tokens leave after the first one, so a slice of
+two could at best be halved).
 """
 
 from __future__ import annotations
 
+import functools
 import time
+from collections.abc import Callable, Iterable
+from statistics import median
 from typing import Any
 
 import torch
 
 import foveakv
-from benchmarks.common import in_turns, spread
+from benchmarks.common import Recorder, clock, spread
+from benchmarks.decoders import qwen, qwen_inputs, visual_tokens
+from benchmarks.layers import dtype_of
 from benchmarks.methods import at_budget
-from foveakv import methods
-from foveakv.layer import CompressedLayer
+from foveakv import compat, methods
+from foveakv.methods import Method
 
-IMAGE_TOKEN, START, END = 990, 991, 992
-
-
-def model(layers: int = 2) -> Any:
-    """Qwen2.5-VL-7B's decoder cut to `layers`, fp32, random weights."""
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
-    torch.manual_seed(0)
-    text = {
-        "vocab_size": 1000,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 131072,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
-        "tie_word_embeddings": False,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    vision = {
-        "depth": 1,
-        "hidden_size": 32,
-        "intermediate_size": 32,
-        "num_heads": 2,
-        "out_hidden_size": 3584,
-        "patch_size": 14,
-        "fullatt_block_indexes": [],
-        "window_size": 112,
-    }
-    config = Qwen2_5_VLConfig(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=IMAGE_TOKEN,
-        video_token_id=993,
-        vision_start_token_id=START,
-        vision_end_token_id=END,
-    )
-    with torch.device("meta"):
-        made = Qwen2_5_VLForConditionalGeneration(config)
-    # Fast init: seconds instead of minutes for half a billion random numbers.
-    made = made.to_empty(device="cpu")
-    for name, parameter in made.named_parameters():
-        if parameter.ndim == 1:
-            parameter.data.fill_(0.0 if "bias" in name else 1.0)
-        else:
-            parameter.data.uniform_(-0.03, 0.03)
-    for module in made.modules():
-        rebuild_rotary(module)
-    return made.eval()
+BY = ("part", "context", "method")
+DROPPED = 0.75  # of the visual tokens, in the part `drop`
 
 
-def rebuild_rotary(module: torch.nn.Module) -> None:
-    """Rotary frequencies are buffers computed in the constructor, so they are lost on the meta device."""
-    if "inv_freq" not in dict(module.named_buffers(recurse=False)):
-        return
-    fresh = type(module)(module.config if hasattr(module, "config") else module.inv_freq.shape[0] * 2)
-    for name, buffer in fresh.named_buffers(recurse=False):
-        setattr(module, name, buffer)
+def run(recorder: Recorder) -> None:
+    """Parts `overhead` and `drop`, row by row."""
+    settings = recorder.settings
+    for part, layers in (("overhead", settings["layers"]), ("drop", settings["drop_layers"])):
+        model = None
+        for context in settings["contexts"] if layers else []:
+            if recorder.has(part=part, context=context, method="plain"):
+                continue
+            if model is None:
+                model = qwen(settings["geometry"], layers, dtype_of(settings["dtype"]))
+            inputs = qwen_inputs(context, model.dtype)
+            with torch.inference_mode():
+                (_overhead if part == "overhead" else _drop)(recorder, model, inputs, context)
+        del model
 
 
-def inputs(tokens: int) -> dict[str, Any]:
-    """A prompt of exactly `tokens` tokens, 3/4 of them one image."""
-    side = int((tokens * 0.75) ** 0.5) // 4 * 4
-    visual = side * side
-    text = tokens - visual - 2
-    ids = [10 + i % 900 for i in range(text // 8)] + [START] + [IMAGE_TOKEN] * visual + [END]
-    ids += [10 + i % 900 for i in range(text - text // 8)]
-    input_ids = torch.tensor([ids])
-    generator = torch.Generator().manual_seed(0)
-    return {
-        "input_ids": input_ids,
-        "attention_mask": torch.ones_like(input_ids),
-        "mm_token_type_ids": (input_ids == IMAGE_TOKEN).int(),
-        "pixel_values": torch.randn(4 * visual, 3 * 2 * 14 * 14, generator=generator),
-        "image_grid_thw": torch.tensor([[1, 2 * side, 2 * side]]),
-    }
-
-
-def run(contexts: list[int], budget: float, repeats: int, names: list[str] | None) -> list[dict[str, Any]]:
-    decoder = model()
-    rows = []
-    for context in contexts:
-        prompt = inputs(context)
-        visual = int((prompt["input_ids"] == IMAGE_TOKEN).sum())
-        chosen = at_budget(budget, context)
-        del chosen["full"]
+def _overhead(recorder: Recorder, model: Any, inputs: dict[str, Any], context: int) -> None:
+    settings = recorder.settings
+    chosen = at_budget(settings["budget"], context, names=settings["methods"])
+    if "fastv" in chosen and settings["layers"] == 2:
         chosen["fastv"] = methods.get("fastv", layer=1)  # two layers leave its default, 2, no later layer
-        chosen["hae (drop_hidden_states)"] = methods.get(
-            "hae", ddes=False, target_visual_tokens=visual // 4, drop_hidden_states=True
-        )
-        if names:
-            chosen = {name: method for name, method in chosen.items() if name in names}
-        own: dict[str, float] = {}
+    for label, method in chosen.items():
+        recorder.method(f"{label} at {context}", method)
+    plain: list[float] = []
+    seconds: dict[str, list[float]] = {label: [] for label in chosen}
+    own: dict[str, list[float]] = {label: [] for label in chosen}
+    _warm_up(model, inputs, context, chosen.values())
+    middle = len(chosen) // 2
+    for _ in range(settings["repeats"]):
+        plain.append(_plain(model, inputs))
+        for place, (label, method) in enumerate(chosen.items()):
+            if place == middle:
+                plain.append(_plain(model, inputs))
+            whole, work = _compressed(model, inputs, method)
+            seconds[label].append(whole)
+            own[label].append(work)
+    plain.append(_plain(model, inputs))
+    base = median(plain)
+    shared = {
+        "part": "overhead",
+        "context": context,
+        "visual": visual_tokens(model, inputs),
+        "layers": settings["layers"],
+        "plain_drift": max(plain) / min(plain) - 1,
+    }
+    recorder.add(
+        {
+            **shared,
+            "method": label,
+            "ms": spread(seconds[label]),
+            "own_ms": spread(own[label]),
+            "own_share": median(own[label]) / base,
+            "over_plain": median(seconds[label]) / base - 1,
+        }
+        for label in chosen
+    )
+    recorder.add([{**shared, "method": "plain", "ms": spread(plain)}])  # last: it says that the context is complete
 
-        def plain(prompt: Any = prompt) -> None:
-            decoder(**prompt, use_cache=True, logits_to_keep=1)
 
-        def compressed(name: str, method: Any, prompt: Any = prompt, own: Any = own) -> None:
-            with foveakv.compress(decoder, method), _own_time() as spent:
-                decoder(**prompt, use_cache=True, logits_to_keep=1)
-            own[name] = spent[0]
+def _drop(recorder: Recorder, model: Any, inputs: dict[str, Any], context: int) -> None:
+    """HAE with drop_hidden_states between two plain prefills, in turns."""
+    visual = visual_tokens(model, inputs)
+    method = methods.get(
+        "hae", ddes=False, target_visual_tokens=visual - int(visual * DROPPED), drop_hidden_states=True
+    )
+    recorder.method(f"hae (drop_hidden_states) at {context}", method)
+    _warm_up(model, inputs, context, [methods.get("hae", ddes=False, target_visual_tokens=1, drop_hidden_states=True)])
+    plain, dropped, own = [_plain(model, inputs)], [], []
+    for _ in range(recorder.settings["repeats"]):
+        whole, work = _compressed(model, inputs, method)
+        dropped.append(whole)
+        own.append(work)
+        plain.append(_plain(model, inputs))
+    base = median(plain)
+    shared = {
+        "part": "drop",
+        "context": context,
+        "visual": visual,
+        "layers": recorder.settings["drop_layers"],
+        "plain_drift": max(plain) / min(plain) - 1,
+    }
+    recorder.add(
+        [
+            {
+                **shared,
+                "method": "hae (drop_hidden_states)",
+                "ms": spread(dropped),
+                "own_ms": spread(own),
+                "own_share": median(own) / base,
+                "faster_than_plain": base / median(dropped),
+            },
+            {**shared, "method": "plain", "ms": spread(plain)},
+        ]
+    )
 
-        sides: dict[str, Any] = {"plain": plain}
-        for name, method in chosen.items():
-            sides[name] = lambda name=name, method=method: compressed(name, method)
-        with torch.inference_mode():
-            seconds = in_turns(sides, repeats, warmup=0 if context > 4096 else 1)
-        base = spread(seconds["plain"])["median"]
-        for name, times in seconds.items():
-            measured = spread(times)
-            rows.append(
-                {
-                    "context": context,
-                    "method": name,
-                    "ms": measured,
-                    "wall_over_plain": measured["median"] / base,
-                    "own_work_share": own.get(name, 0.0) * 1e3 / base,
-                }
-            )
-    return rows
+
+def _warm_up(model: Any, inputs: dict[str, Any], context: int, chosen: Iterable[Method]) -> None:
+    """First calls pay for things that later ones find done; of a prompt that takes a minute a short one does."""
+    short = qwen_inputs(min(context, 512), model.dtype)
+    for method in chosen:
+        _compressed(model, short, method)
+    _plain(model, inputs if context <= 2048 else short)
 
 
-class _own_time:
-    """Sums the seconds spent in the library's work after each layer's dense attention."""
+def _plain(model: Any, inputs: dict[str, Any]) -> float:
+    return clock(lambda: model(**inputs, use_cache=True, logits_to_keep=1))
 
-    def __enter__(self) -> list[float]:
-        self.spent = [0.0]
-        self.original = CompressedLayer.end_prefill
-        original, spent = self.original, self.spent
 
-        def timed(layer: Any, *args: Any) -> None:
-            start = time.perf_counter()
-            original(layer, *args)
+def _compressed(model: Any, inputs: dict[str, Any], method: Method) -> tuple[float, float]:
+    """Seconds of a prefill with the method, and of the library's own work in it."""
+    cache = foveakv.cache_for(model, method)
+    spent = [0.0]
+    for layer in cache.compressed:
+        vars(layer)["end_prefill"] = _timed(layer.end_prefill, spent)  # of these objects alone
+    argument = {compat.cache_argument(model): cache}
+    seconds = clock(lambda: model(**inputs, **argument, use_cache=True, logits_to_keep=1))
+    for layer in cache.compressed:
+        del vars(layer)["end_prefill"]  # a reference to itself would keep the layer's memory
+    return seconds, spent[0]
+
+
+def _timed(work: Callable[..., Any], spent: list[float]) -> Callable[..., Any]:
+    @functools.wraps(work)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return work(*args, **kwargs)
+        finally:
             spent[0] += time.perf_counter() - start
 
-        CompressedLayer.end_prefill = timed  # type: ignore[method-assign]
-        return self.spent
-
-    def __exit__(self, *unused: object) -> None:
-        CompressedLayer.end_prefill = self.original  # type: ignore[method-assign]
+    return timed

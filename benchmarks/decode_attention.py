@@ -1,0 +1,86 @@
+"""Attention plus cache update per layer and token, against transformers' default path and a packed full cache.
+
+For every side the same run also times a plain parallel sum over the buffers that a step reads. Their ratio says how
+near the step comes to reading each stored byte once (`read_share`), whatever the machine's memory does that day.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from benchmarks.common import Recorder, in_turns, spread
+from benchmarks.layers import Default, Driver, Packed, Stepper, Tokens, dtype_of, peaked, read_once, shape_of, storage
+from benchmarks.methods import at_budget
+
+BY = ("geometry", "dtype", "backend", "context", "budget", "method")
+SCORED_ROWS = 64  # prompt queries that HAE and H2O score: 128k x 128k is not what this benchmark is about
+
+
+def run(recorder: Recorder) -> None:
+    """Fills the recorder with one group of rows per context and budget."""
+    settings = recorder.settings
+    for context in settings["contexts"]:
+        for budget in settings["budgets"]:
+            group = {
+                "geometry": settings["geometry"],
+                "dtype": settings["dtype"],
+                "backend": settings["backend"],
+                "context": context,
+                "budget": budget,
+            }
+            if not recorder.has(**group):
+                recorder.add(_group(recorder, group))
+
+
+@torch.inference_mode()
+def _group(recorder: Recorder, group: dict[str, Any]) -> list[dict[str, Any]]:
+    settings = recorder.settings
+    shape, dtype, context = shape_of(group["geometry"]), dtype_of(group["dtype"]), group["context"]
+    repeats, seed = settings["repeats"], settings["seed"]
+    tensors = peaked(shape, context, seed, dtype=dtype)
+    tokens = Tokens(shape, seed + 1, dtype=dtype)
+    default = Default(shape, *tensors[1:])
+    packed = Packed(shape, *tensors[1:], room=repeats + 8)
+    sides: dict[str, Any] = {
+        "transformers default": Stepper(default.step, tokens),
+        "packed SDPA": Stepper(packed.step, tokens),
+    }
+    holders: dict[str, Any] = {"transformers default": default, "packed SDPA": packed}
+    drivers: dict[str, Driver] = {}
+    chosen = at_budget(group["budget"], context, prefill_rows=SCORED_ROWS, names=settings["methods"])
+    for name, method in chosen.items():
+        recorder.method(f"{name} {group['budget']:g}", method)
+        driver = drivers[name] = Driver(shape, method, context, backend=group["backend"])
+        driver.prefill(tensors)
+        sides[name] = Stepper(driver.step, tokens)
+        holders[name] = driver
+    del tensors
+    # A side's read is timed right after its step, so that both find the caches of the processor alike.
+    timed: dict[str, Any] = {}
+    for name, step in sides.items():
+        timed[name] = step
+        timed[f"{name}: read"] = lambda holder=holders[name]: read_once(holder.read)
+    seconds = in_turns(timed, repeats, warmup=2)
+    medians = {name: spread(times)["median"] for name, times in seconds.items()}
+    rows = []
+    for name in sides:
+        read = storage(holders[name].read)
+        row = {
+            **group,
+            "method": name,
+            "ms": spread(seconds[name]),
+            "read_ms": spread(seconds[f"{name}: read"]),
+            "stored_bytes": drivers[name].cache.stored_nbytes if name in drivers else read,
+            "read_bytes": read,
+            "gb_per_s": read / medians[name] / 1e6,
+            "read_gb_per_s": read / medians[f"{name}: read"] / 1e6,
+            "read_share": medians[f"{name}: read"] / medians[name],
+            "faster_than_default": medians["transformers default"] / medians[name],
+            "faster_than_packed": medians["packed SDPA"] / medians[name],
+        }
+        if name in drivers and drivers[name].hit_rate is not None:
+            row["hit_rate"] = drivers[name].hit_rate
+        rows.append(row)
+    return rows
