@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from types import SimpleNamespace
 from typing import Any
 
 import families
@@ -12,6 +14,7 @@ from transformers import GenerationConfig
 
 import foveakv
 from foveakv import AdaKV, Random, SnapKV, Streaming, errors
+from foveakv.memory.segments import Segments
 
 FAMILY, LAYER, WINDOW = "llava", 1, 6
 
@@ -88,6 +91,43 @@ def test_streaming_grows_to_a_budget_above_the_prompt(setting: tuple[Any, dict[s
     for held in kept(model, inputs, Streaming(budget=columns + 3, sink=2), new=7):
         seen = columns + 6
         assert held == {0, 1, *range(seen - columns - 1, seen)}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_streaming_windows_are_rings(seed: int) -> None:
+    """Against lists: sequences with sizes of their own, steps of several tokens, more than a window at once, beams."""
+    rng = random.Random(seed)
+    batch, sink = rng.randint(1, 3), rng.choice([0, 2, 9])
+    prompt = rng.randint(2, 9)
+    sizes = [prompt + rng.choice([0, 0, 3]) for _ in range(batch)]
+    keys = torch.zeros(batch, 2, prompt, 1)
+    segments = Segments.from_dense(
+        keys, keys, torch.ones(batch, 1, prompt, dtype=torch.bool), torch.arange(prompt).expand(batch, -1)
+    )
+    state: dict[str, Any] = {"size": torch.tensor(sizes), "oldest": torch.zeros(batch, dtype=torch.int64)}
+    held = [list(range(prompt)) for _ in range(batch)]
+    seen = prompt
+    for step in range(30):
+        new = rng.choice([1, 1, 1, 2, 12])
+        fresh = torch.zeros(batch, 2, new, 1)
+        segments.append(fresh, fresh, torch.arange(seen, seen + new)[None])
+        seen += new
+        leaving = Streaming(sink=sink).decode(SimpleNamespace(segments=segments, state=state))  # type: ignore[arg-type]
+        if leaving is not None:
+            segments.evict(leaving.slots, leaving.counts)
+        for b, size in enumerate(sizes):
+            held[b] += range(seen - new, seen)
+            if len(held[b]) > size:
+                sinks = min(size - 1, sink)
+                held[b] = held[b][:sinks] + held[b][sinks - size :]
+        for b, positions in enumerate(segments.positions().tolist()):
+            for row in positions:
+                assert sorted(p for p in row if p >= 0) == held[b]
+        if step == 15:
+            index = [rng.randrange(batch) for _ in range(batch)]
+            segments.select_sequences(torch.tensor(index))
+            state = {key: value[index] for key, value in state.items()}
+            held, sizes = [list(held[i]) for i in index], [sizes[i] for i in index]
 
 
 @pytest.mark.parametrize("sink", [1.5, -1, True, "4"])

@@ -1,3 +1,5 @@
+import random
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -162,6 +164,41 @@ def test_beams_carry_scores_bin_and_sizes():
     run.step(one_hot(5, 9))
     assert run.kept(0) == run.kept(1) == [0, 1, 4, 5]
     assert len(run.kept(2)) == 4
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_bin_of_one_drops_the_lowest_candidate_whatever_the_order_of_slots(seed):
+    """Against dictionaries: few distinct scores, so that ties are common; prompts with gaps; several tokens a step."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    heads, columns, per_head = 2, 12, rng.random() < 0.5
+    sink, recent = rng.choice([0, 2]), rng.choice([0, 3, 6])
+    keep = (torch.rand(1, 1, columns, generator=generator) < 0.7).expand(1, heads, -1)
+    scores = torch.randint(0, 3, (1, heads, columns), generator=generator).float()
+    steady = sink + recent + rng.randint(1, 4)
+    run = Simulation(RecycleBin(per_head=per_head, sink=sink), scores, steady, recent, keep)
+    held = [{c: scores[0, h, c].item() for c in range(columns) if keep[0, h, c]} for h in range(heads)]
+    for _ in range(25):
+        new = rng.choice([1, 1, 1, 4])
+        attention = torch.randint(0, 3, (1, heads, run.seen + new), generator=generator).float()
+        first = run.seen
+        run.step(attention, new)
+        for h, slots in enumerate(held):
+            slots.update(dict.fromkeys(range(first, first + new), 0.0))
+            for token in slots:
+                slots[token] += attention[0, h, token].item()
+        count = max(0, len(held[0]) - steady)
+        ranks = held if per_head else [{t: sum(slots[t] for slots in held) for t in held[0]}] * heads
+        for slots, rank in zip(held, ranks, strict=True):
+            tokens = sorted(slots)
+            candidates = tokens[sink : len(tokens) - recent]
+            leaving = sorted(candidates, key=lambda t, rank=rank: (rank[t], t))[:count]
+            for token in leaving:
+                del slots[token]
+        assert [run.kept(0, h) for h in range(heads)] == [sorted(slots) for slots in held]
+        found = run.segments.positions()
+        for h, slots in enumerate(held):
+            score = run.segments.field("score")[0, h].tolist()
+            assert dict(zip(found[0, h].tolist(), score, strict=True)) == slots
 
 
 MODES = st.sampled_from([("rerank", True), ("mark", True), ("mark", False)])

@@ -67,6 +67,10 @@ def check(segments: Segments, model: Model) -> None:
     assert torch.equal(segments.positions().double(), model.padded(2, -1).view(shape[:3]))
     assert segments.positions().dtype == torch.int64
     assert torch.equal(segments.field("score").double(), model.padded(3, 0).view(shape[:3]))
+    assert torch.equal(segments.view("score"), segments.field("score"))
+    assert torch.equal(segments.view_positions().long(), segments.positions())
+    assert segments.total == int(lengths.sum())
+    assert segments.held_nbytes == segments.nbytes + segments.side_nbytes - 2 * 8 * batch * heads
     runs = segments.runs
     assert torch.equal(runs.length.cpu(), lengths.view(-1))
     assert torch.equal(runs.start, runs.start_host)
@@ -81,10 +85,22 @@ def check(segments: Segments, model: Model) -> None:
         assert segments.dense()[0].untyped_storage().data_ptr() == runs.keys.untyped_storage().data_ptr()
 
 
+def evicted(run: list[tuple], leaving: list[int]) -> list[tuple]:
+    """The rule of `Segments.evict` in words: holes, in the order named, take the last slots that survive, in order."""
+    end = len(run) - len(leaving)
+    kept = dict(enumerate(run))
+    holes = [m for m in leaving if m < end]
+    survivors = [m for m in range(end, len(run)) if m not in leaving]
+    for hole, survivor in zip(holes, survivors, strict=True):
+        kept[hole] = run[survivor]
+    return [kept[m] for m in range(end)]
+
+
 def random_step(rng: random.Random, segments: Segments, model: Model) -> str:
     batch, heads = segments.batch, segments.heads
     runs = [run for row in model.runs for run in row]
-    name = rng.choice(["append", "append", "keep", "uniform keep", "crop", "blank", "write", "select", "field"])
+    names = ["append", "append", "keep", "uniform keep", "crop", "blank", "write", "select", "field", "put", "add"]
+    name = rng.choice([*names, "evict", "evict", "uniform evict"])
     if name == "append":
         q = rng.choice([1, 1, 2, 5, 40])
         keys, values = torch.randn(batch, heads, q, D), torch.randn(batch, heads, q, DV)
@@ -114,6 +130,40 @@ def random_step(rng: random.Random, segments: Segments, model: Model) -> str:
                 mask[b, h, chosen[b][h]] = True
         segments.keep(mask)
         model.runs = [[[model.runs[b][h][m] for m in chosen[b][h]] for h in range(heads)] for b in range(batch)]
+    elif "evict" in name:
+        least = [min(len(run) for run in row) for row in model.runs]
+        counts = [rng.choice([0, 1, rng.randint(0, most)]) if most else 0 for most in least]
+        if name == "uniform evict":
+            counts = [min(rng.choice([1, 1, 4]), *least)] * batch
+        shared = rng.random() < 0.5
+        n = max(counts) + rng.randint(0, 2)
+        slots = torch.randint(0, 1000, (batch, 1 if shared else heads, n))  # what lies behind the counts is ignored
+        for b, row in enumerate(model.runs):
+            for h, run in enumerate(row):
+                if h == 0 or not shared:
+                    leaving = rng.sample(range(least[b]), counts[b])
+                    slots[b, h, : counts[b]] = torch.tensor(leaving, dtype=torch.int64)
+                row[h] = evicted(run, leaving)
+        segments.evict(slots, counts)
+    elif name == "put":
+        counts = [rng.randint(0, min(len(run) for run in row)) for row in model.runs]
+        slots = torch.zeros(batch, heads, max(counts), dtype=torch.int64)
+        for b, row in enumerate(model.runs):
+            for h, run in enumerate(row):
+                chosen = rng.sample(range(len(run)), counts[b])
+                slots[b, h, : counts[b]] = torch.tensor(chosen, dtype=torch.int64)
+                for m in chosen:
+                    run[m] = (*run[m][:3], 7.25)
+        segments.put("score", slots, counts, 7.25)
+    elif name == "add":
+        amounts = torch.randint(0, 100, (batch, heads, segments.max_length)) / 4.0
+        before = segments.field("score")
+        segments.add("score", amounts)
+        after = before + amounts
+        model.runs = [
+            [[(*slot[:3], after[b, h, m].item()) for m, slot in enumerate(run)] for h, run in enumerate(row)]
+            for b, row in enumerate(model.runs)
+        ]
     elif name == "crop":
         end = rng.randint(0, 110)
         segments.crop(end)
@@ -250,6 +300,91 @@ def test_steady_eviction_stays_in_place() -> None:
         assert segments.max_length == 200
     assert len(places) == 1
     assert segments.positions()[0, 0].tolist() == [0, 1, 2, 3, *range(104, 300)]
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_thousand_appends_at_32k_move_few_bytes(ragged: bool) -> None:
+    """Amortised: what regrowing copied is at most a few times what was appended."""
+    columns, steps = 2**15, 1000
+    keep = torch.ones(1, 2, columns, dtype=torch.bool)
+    if ragged:
+        keep[0, 0, columns // 2 :] = False
+    segments, _ = make_zeros(keep)
+    moves, regrown, row = 0, 0, 2 * 4  # bytes of a slot: one float of key and value
+    place = segments.runs.keys.data_ptr()
+    new = torch.ones(1, 2, 1, 1)
+    for step in range(steps):
+        stored = segments.total
+        segments.append(new, new, torch.tensor([[columns + step]]))
+        if segments.runs.keys.data_ptr() != place:
+            place = segments.runs.keys.data_ptr()
+            regrown, moves = regrown + stored * row, moves + 1
+    appended = steps * 2 * row
+    assert segments.total == int(keep.sum()) + 2 * steps
+    assert moves <= 1
+    for _ in range(5 * columns // 16):  # a slack that is used up again and again
+        stored = segments.total
+        segments.append(new, new, torch.tensor([[0]]))
+        appended += 2 * row
+        if segments.runs.keys.data_ptr() != place:
+            place = segments.runs.keys.data_ptr()
+            regrown += stored * row
+    assert regrown <= 20 * appended
+
+
+def make_zeros(keep: torch.Tensor) -> tuple[Segments, torch.Tensor]:
+    """Slots with keys and values of one number."""
+    batch, heads, columns = keep.shape
+    keys = torch.zeros(batch, heads, columns, 1)
+    return Segments.from_dense(keys, keys, keep, torch.arange(columns).repeat(batch, 1)), keys
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_steady_eviction_of_single_slots_touches_those_slots_alone(ragged: bool) -> None:
+    keep = torch.ones(2, 2, 500, dtype=torch.bool)
+    if ragged:
+        keep[1, 0, 300:] = False
+    segments, _ = make(2, 2, 500, keep)
+    place, before = segments.runs.keys.data_ptr(), segments.runs.keys.clone()
+    for step in range(100):
+        segments.append(torch.ones(2, 2, 1, D), torch.ones(2, 2, 1, DV), torch.tensor([[500 + step]]))
+        segments.evict(torch.full((2, 1, 1), 4 + step), [1, 1])
+    assert segments.runs.keys.data_ptr() == place
+    start, length = segments.runs.start.tolist(), segments.runs.length.tolist()
+    changed = set((segments.runs.keys != before).any(-1).nonzero()[:, 0].tolist())
+    assert changed <= {first + slot for first, n in zip(start, length, strict=True) for slot in (*range(4, 104), n)}
+    held = segments.positions()
+    assert set(held[0, 0].tolist()) == {*range(4), *range(104, 600)}
+    assert held[0, 0, 4:104].tolist() == list(range(500, 600))
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_evicting_much_frees_memory(ragged: bool) -> None:
+    keep = torch.ones(1, 2, 1000, dtype=torch.bool)
+    if ragged:
+        keep[0, 0, 900:] = False
+    segments, _ = make(1, 2, 1000, keep)
+    full = segments.nbytes
+    for _ in range(8):
+        segments.evict(torch.arange(100)[None, None], [100])
+        assert segments.nbytes <= held(segments)
+    assert segments.nbytes < full / 3
+    assert segments.lengths.tolist() == [[100 if ragged else 200, 200]]
+
+
+def test_eviction_of_uneven_counts_and_back_to_even() -> None:
+    segments, _ = make(2, 1, 10, torch.ones(2, 1, 10, dtype=torch.bool))
+    segments.evict(torch.tensor([[[0, 9]], [[3, 0]]]), [2, 1])
+    assert segments.lengths.tolist() == [[8], [9]]
+    assert segments.positions()[0, 0].tolist() == [8, 1, 2, 3, 4, 5, 6, 7, -1]
+    assert segments.positions()[1, 0].tolist() == [0, 1, 2, 9, 4, 5, 6, 7, 8]
+    segments.evict(torch.tensor([[[0]], [[8]]]), [0, 1])
+    assert segments.runs.uniform
+    segments.evict(torch.zeros(2, 1, 1, dtype=torch.int64), [0, 0])
+    assert segments.max_length == 8
+    for slots, counts in ((torch.zeros(2, 1, 1, dtype=torch.int64), [2, 0]), (torch.zeros(2, 1), [0, 0])):
+        with pytest.raises(ValueError, match="evict expects"):
+            segments.evict(slots, counts)
 
 
 def test_a_ragged_memory_that_becomes_even_gets_dense_views() -> None:

@@ -99,7 +99,7 @@ class CompressedLayer(compat.CacheLayerMixin):
             handle = KVHandle(self, key_states, value_states)
         else:
             positions = self.cache.new_positions(self.seen, new, key_states.device)
-            self.segments.append(key_states, value_states, positions.expand(len(key_states), new))
+            self.segments.append(key_states, value_states, positions)
             handle = KVHandle(self)
         return handle, handle
 

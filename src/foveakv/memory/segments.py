@@ -199,11 +199,11 @@ class Segments:
     # -- changing what is stored -------------------------------------------------------------------------------------
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor) -> None:
-        """Add q slots behind every run: keys [B, H, q, D], values [B, H, q, Dv], positions [B, q]. O(q) amortised."""
+        """Add q slots to every run, O(q) amortised: keys [B, H, q, D], values [B, H, q, Dv], positions [B or 1, q]."""
         q = keys.shape[2]
-        if keys.shape[:2] != (self.batch, self.heads) or positions.shape != (self.batch, q):
+        if keys.shape[:2] != (self.batch, self.heads) or positions.shape not in ((self.batch, q), (1, q)):
             raise ValueError(
-                f"append expects keys [{self.batch}, {self.heads}, q, D] and positions [{self.batch}, q], "
+                f"append expects keys [{self.batch}, {self.heads}, q, D] and positions [{self.batch} or 1, q], "
                 f"got {tuple(keys.shape)} and {tuple(positions.shape)}"
             )
         if q > self._spare:
@@ -215,7 +215,7 @@ class Segments:
             views = self._views
             views[0].narrow(2, at, q).copy_(keys)
             views[1].narrow(2, at, q).copy_(values)
-            views[2].narrow(2, at, q).copy_(positions[:, None])
+            views[2].narrow(2, at, q).copy_(positions if len(positions) == 1 else positions[:, None])
             for view, fill in zip(views[3:], self._fills.values(), strict=True):
                 view.narrow(2, at, q).fill_(fill)
         else:
@@ -225,7 +225,7 @@ class Segments:
             n = rows.shape[0]
             self._keys.index_copy_(0, rows, keys.reshape(n, -1).to(self._keys.dtype))
             self._values.index_copy_(0, rows, values.reshape(n, -1).to(self._values.dtype))
-            spread = positions[:, None].to(self._device, torch.int32).expand(-1, self.heads, -1).reshape(n)
+            spread = positions[:, None].to(self._device, torch.int32).expand(self.batch, self.heads, -1).reshape(n)
             self._positions.index_copy_(0, rows, spread)
             for name, buffer in self._fields.items():
                 buffer.index_fill_(0, rows, self._fills[name])
@@ -257,7 +257,11 @@ class Segments:
                     view.select(2, hole).copy_(view.select(2, last))
         else:
             slots = slots[..., :most].to(self._device)
-            target, source = self._moves(slots.expand(-1, self.heads, -1).flatten(0, 1), counts)
+            if most == least == 1:
+                source = self._start_dev + (self._length_dev - 1)
+                target = (self._start_dev.view(self.batch, self.heads) + slots[..., 0]).view(-1)
+            else:
+                target, source = self._moves(slots.expand(-1, self.heads, -1).flatten(0, 1), counts)
             for buffer in self._buffers():
                 buffer.index_copy_(0, target, buffer.index_select(0, source))
         if most == least and self._uniform:
