@@ -62,7 +62,15 @@ inline To same_bits(From x) {
 }
 
 inline Vec zero() { return Vec{}; }
-inline Vec splat(float x) { return Vec{} + x; }
+inline Vec splat(float x) {
+#if defined(__AVX512F__)
+  return _mm512_set1_ps(x);
+#elif defined(__AVX2__)
+  return _mm256_set1_ps(x);
+#else
+  return x - Vec{};  // not a sum: that would have to turn -0 into 0
+#endif
+}
 
 inline Vec load(const float* from) {
   Vec x;
@@ -219,6 +227,8 @@ inline void prefetch(const T* from, int count) {
 // Arithmetic and memory take about as long as each other, so they must overlap: while scores of a tile are made its
 // values are fetched, and while its values are summed the next tile's keys are (`next`: rows of either).
 
+// Not inlined: the compiler keeps the sums in registers only while nothing else wants them.
+
 // scores[g][k .. k + K - 1] = query row g . key k; query rows are padded with zeros to whole vectors.
 template <class T, int G, int K>
 inline void score_some(const float* query, int64_t stride, const T* const* keys, const T* const* next, int k, int dim,
@@ -262,7 +272,7 @@ inline void score_some(const float* query, int64_t stride, const T* const* keys,
 }
 
 template <class T, int G>
-void score(const float* query, int64_t stride, const T* const* keys, const T* const* next, int count, int dim,
+__attribute__((noinline)) void score(const float* query, int64_t stride, const T* const* keys, const T* const* next, int count, int dim,
            float* scores) {
   // Sums of four keys at once where the registers hold them: one horizontal sum then serves four scores.
   constexpr int K = 4 * G + 4 <= REGISTERS + 1 ? 4 : 2 * G + 2 <= REGISTERS ? 2 : 1;
@@ -296,7 +306,7 @@ inline void weigh_some(const float* weights, const T* const* values, const T* co
 }
 
 template <class T, int G>
-void weigh(const float* weights, const T* const* values, const T* const* next, int count, int dim, float* out,
+__attribute__((noinline)) void weigh(const float* weights, const T* const* values, const T* const* next, int count, int dim, float* out,
            int64_t stride) {
   constexpr int N = 4 * (G + 1) < REGISTERS ? 4 : 2 * (G + 1) < REGISTERS ? 2 : 1;
   int d = 0;
