@@ -104,7 +104,7 @@ def test_streaming_windows_are_rings(seed: int) -> None:
     segments = Segments.from_dense(
         keys, keys, torch.ones(batch, 1, prompt, dtype=torch.bool), torch.arange(prompt).expand(batch, -1)
     )
-    state: dict[str, Any] = {"size": torch.tensor(sizes), "oldest": torch.zeros(batch, dtype=torch.int64)}
+    state: dict[str, Any] = {"size": torch.tensor(sizes), "lost": torch.zeros(batch, dtype=torch.int64)}
     held = [list(range(prompt)) for _ in range(batch)]
     seen = prompt
     for step in range(30):
@@ -112,7 +112,8 @@ def test_streaming_windows_are_rings(seed: int) -> None:
         fresh = torch.zeros(batch, 2, new, 1)
         segments.append(fresh, fresh, torch.arange(seen, seen + new)[None])
         seen += new
-        leaving = Streaming(sink=sink).decode(SimpleNamespace(segments=segments, state=state))  # type: ignore[arg-type]
+        view: Any = SimpleNamespace(segments=segments, state=state, seen=seen)
+        leaving = Streaming(sink=sink).decode(view)
         if leaving is not None:
             segments.evict(leaving.slots, leaving.counts)
         for b, size in enumerate(sizes):

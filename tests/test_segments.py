@@ -70,6 +70,7 @@ def check(segments: Segments, model: Model) -> None:
     assert torch.equal(segments.view("score"), segments.field("score"))
     assert torch.equal(segments.view_positions().long(), segments.positions())
     assert segments.total == int(lengths.sum())
+    assert segments.sequence_lengths == lengths[:, 0].tolist()
     assert segments.held_nbytes == segments.nbytes + segments.side_nbytes - 2 * 8 * batch * heads
     runs = segments.runs
     assert torch.equal(runs.length.cpu(), lengths.view(-1))
@@ -100,7 +101,7 @@ def random_step(rng: random.Random, segments: Segments, model: Model) -> str:
     batch, heads = segments.batch, segments.heads
     runs = [run for row in model.runs for run in row]
     names = ["append", "append", "keep", "uniform keep", "crop", "blank", "write", "select", "field", "put", "add"]
-    name = rng.choice([*names, "evict", "evict", "uniform evict"])
+    name = rng.choice([*names, "evict", "uniform evict", "evict one"])
     if name == "append":
         q = rng.choice([1, 1, 2, 5, 40])
         keys, values = torch.randn(batch, heads, q, D), torch.randn(batch, heads, q, DV)
@@ -130,7 +131,7 @@ def random_step(rng: random.Random, segments: Segments, model: Model) -> str:
                 mask[b, h, chosen[b][h]] = True
         segments.keep(mask)
         model.runs = [[[model.runs[b][h][m] for m in chosen[b][h]] for h in range(heads)] for b in range(batch)]
-    elif "evict" in name:
+    elif name in ("evict", "uniform evict"):
         least = [min(len(run) for run in row) for row in model.runs]
         counts = [rng.choice([0, 1, rng.randint(0, most)]) if most else 0 for most in least]
         if name == "uniform evict":
@@ -145,6 +146,16 @@ def random_step(rng: random.Random, segments: Segments, model: Model) -> str:
                     slots[b, h, : counts[b]] = torch.tensor(leaving, dtype=torch.int64)
                 row[h] = evicted(run, leaving)
         segments.evict(slots, counts)
+    elif name == "evict one":
+        least = min(len(run) for run in runs)
+        counts = [rng.choice([1, 1, 1, 0]) if least else 0] * batch
+        if rng.random() < 0.3 and least:
+            counts = [rng.randint(0, 1) for _ in range(batch)]
+        slot = rng.randrange(max(1, least))
+        model.runs = [
+            [evicted(run, [slot][:count]) for run in row] for row, count in zip(model.runs, counts, strict=True)
+        ]
+        segments.evict(slot, counts)
     elif name == "put":
         counts = [rng.randint(0, min(len(run) for run in row)) for row in model.runs]
         slots = torch.zeros(batch, heads, max(counts), dtype=torch.int64)
@@ -382,7 +393,7 @@ def test_eviction_of_uneven_counts_and_back_to_even() -> None:
     assert segments.runs.uniform
     segments.evict(torch.zeros(2, 1, 1, dtype=torch.int64), [0, 0])
     assert segments.max_length == 8
-    for slots, counts in ((torch.zeros(2, 1, 1, dtype=torch.int64), [2, 0]), (torch.zeros(2, 1), [0, 0])):
+    for slots, counts in ((torch.zeros(2, 1, 1, dtype=torch.int64), [2, 0]), (0, [1, 1, 1]), (0, [1, 2])):
         with pytest.raises(ValueError, match="evict expects"):
             segments.evict(slots, counts)
 

@@ -137,6 +137,13 @@ class Segments:
         return self._length.view(self.batch, self.heads).clone()
 
     @property
+    def sequence_lengths(self) -> list[int]:
+        """[B], the lengths of the first heads, for methods whose heads hold equally many."""
+        if self._uniform:
+            return [self._max_length] * self.batch
+        return self._length[:: self.heads].tolist()
+
+    @property
     def total(self) -> int:
         """Stored slots of all runs."""
         return self._total
@@ -237,24 +244,29 @@ class Segments:
         self._total += q * self._length.shape[0]
         self._runs = None
 
-    def evict(self, slots: Tensor, counts: list[int]) -> None:
+    def evict(self, slots: Tensor | int, counts: list[int]) -> None:
         """Drop single slots at the price of what is dropped: a run's last slots move into the holes.
 
         slots: int64 [B, H or 1, n], distinct in a run. Sequence b loses the first counts[b] of its n entries in every
-        head; entries behind them are ignored. The k-th hole before the run's new end takes the k-th of its last slots
-        that survive; everything else stays where it is. Buffers are replaced by smaller ones when much is spare.
+        head; entries behind them are ignored. A number is that one slot in every run. The k-th hole before the run's
+        new end takes the k-th of its last slots that survive; everything else stays where it is. Buffers are replaced
+        by smaller ones when much is spare.
         """
-        n = slots.shape[-1]
-        if slots.dim() != 3 or len(counts) != self.batch or not all(0 <= count <= n for count in counts):
+        if isinstance(slots, int) and not self._uniform:
+            slots = torch.full((self.batch, 1, 1), slots)
+        n = 1 if isinstance(slots, int) else slots.shape[-1]
+        if len(counts) != self.batch or not all(0 <= count <= n for count in counts):
             raise ValueError(f"evict expects slots [{self.batch}, {self.heads} or 1, n] and counts of at most n")
         most, least = max(counts), min(counts)
         if most == 0:
             return
-        if most == least == 1 and self._uniform and slots.numel() == 1 and slots.device.type == "cpu":
-            hole, last = int(slots), self._max_length - 1  # the same slot everywhere: no index tensors
-            if hole != last:
+        if isinstance(slots, int) and least == 0:
+            slots = torch.full((self.batch, 1, 1), slots)
+        if isinstance(slots, int):
+            last = self._max_length - 1
+            if slots != last:
                 for view in self._views:
-                    view.select(2, hole).copy_(view.select(2, last))
+                    view.select(2, slots).copy_(view.select(2, last))
         else:
             slots = slots[..., :most].to(self._device)
             if most == least == 1:

@@ -94,11 +94,12 @@ class Drop:
     """Single slots that leave, at the price of what is dropped and not of what is stored.
 
     slots: int64 [B, H or 1, n], over `view.segments`, distinct in a head; sequence b loses the first counts[b] of its n
-    entries in every head. The last slots of a run move into the holes, so its order is no longer that of the tokens:
-    a method that drops this way goes by `segments.positions()`. See `Segments.evict`.
+    entries in every head. A number names one slot, the same in every run. The last slots of a run move into the holes,
+    so that its order is no longer that of the tokens: a method that drops this way goes by `segments.positions()`. See
+    `Segments.evict`.
     """
 
-    slots: Tensor
+    slots: Tensor | int
     counts: list[int]
 
 

@@ -157,8 +157,8 @@ class RecycleBin:
         if self.size == 1 and "since" not in state:
             self._look_up_protected(view)
         # Every head of a layer holds equally many.
-        lengths, steady = segments.lengths[:, 0].tolist(), state["steady"].tolist()
-        over = [max(0, length - size) for length, size in zip(lengths, steady, strict=True)]
+        sizes = zip(segments.sequence_lengths, state["steady"].tolist(), strict=True)
+        over = [max(0, length - steady) for length, steady in sizes]
         evict = [count // self.size * self.size for count in over]
         told = view.cache.state["ddes"]
         told["peak"] = max(told["peak"], segments.max_length)

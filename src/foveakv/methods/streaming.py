@@ -45,31 +45,35 @@ class Streaming(Method):
         return keep[:, None]
 
     def after_prefill(self, cache: CompressedCache) -> None:
-        # On the host, [B] each, so that beams carry them along: the size, and where in its window the oldest token is.
+        # [B] each and on the host, so that beams carry them along: the size, and by how much fewer tokens than the
+        # context ever came here (padding and what the prompt lost).
         size = self.budget_tokens(cache, self.budget, steady=True).cpu()
         for layer in cache.compressed:
-            layer.state["size"], layer.state["oldest"] = size.clone(), torch.zeros_like(size)
+            if layer.segments is not None:
+                layer.state["size"] = size.clone()
+                layer.state["lost"] = cache.prompt_columns - torch.tensor(layer.segments.sequence_lengths)
 
     def decode(self, view: DecodeView) -> Drop | None:
-        """The window is a ring: the slots behind the sinks, from `oldest` on; newer tokens take the older ones' slots.
+        """The window is a ring: the slots behind the sinks. The newest tokens move, in order, into those of the oldest.
 
-        Until it is full for the first time slots lie in the order of tokens, which is a ring that begins at 0. Then
-        `Drop` lets the newest slots move, in order, into those that are named, in order.
+        Until it is full for the first time slots lie in the order of tokens, which is a ring that begins with its first
+        slot. Each token that leaves lets it begin one slot later.
         """
         segments, state = view.segments, view.state
-        lengths, sizes, oldest = segments.lengths[:, 0].tolist(), state["size"].tolist(), state["oldest"].tolist()
+        lengths, sizes = segments.sequence_lengths, state["size"].tolist()
         counts = [max(0, length - size) for length, size in zip(lengths, sizes, strict=True)]
         most = max(counts)
         if most == 0:
             return None
         slots = []
-        for b, (size, count) in enumerate(zip(sizes, counts, strict=True)):
+        for length, size, lost, count in zip(lengths, sizes, state["lost"].tolist(), counts, strict=True):
             sinks = min(size - 1, self.sink)
             window = size - sinks
             turn = min(count, window)
-            leaving = [sinks + (oldest[b] + i) % window for i in range(turn)]
+            begin = view.seen - lost - length + count - turn
+            leaving = [sinks + (begin + i) % window for i in range(turn)]
             leaving += range(size, size + count - turn)  # more tokens in one step than the window holds
             slots.append(leaving + [0] * (most - count))
-            oldest[b] = (oldest[b] + turn) % window
-        state["oldest"] = torch.tensor(oldest)
+        if most == 1 and slots.count(slots[0]) == len(slots):
+            return Drop(slots[0][0], counts)
         return Drop(torch.tensor(slots)[:, None], counts)
