@@ -72,7 +72,7 @@ def correctness(bench: Bench) -> Iterator[dict[str, Any]]:
             mask = torch.rand(batch, 1, q, runs.max_length, device=bench.device) < share
         exact = dataclasses.replace(runs, keys=runs.keys.double(), values=runs.values.double())
         want = reference.attend(query.double(), exact, dim**-0.5, mask, True, True)
-        row = {"dtype": name, "dim": dim, "runs": kind, "q": q, "mask": share}
+        row: dict[str, Any] = {"dtype": name, "dim": dim, "runs": kind, "q": q, "mask": share}
         for backend in ("triton", "blocks"):
             got = kernels.attend(query, runs, dim**-0.5, mask, need_mass=True, need_lse=True, backend=backend)
             row[f"{backend}_ok"] = True

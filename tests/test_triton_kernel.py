@@ -85,7 +85,8 @@ def test_compiles_for_cuda(
             if signature[name][0] == "*" or name in ("stride_qh", "stride_k", "stride_v")
         }
         source = ASTSource(kernel, signature, {k: v for k, v in constants.items() if k in names}, aligned)
-        options = {"num_warps": triton_decode.WARPS, "num_stages": triton_decode.STAGES}
+        warps = triton_decode.WARPS * (1 if rows == triton_decode.FEWEST_ROWS else 2)
+        options = {"num_warps": warps, "num_stages": triton_decode.STAGES}
         built = build(source, target=GPUTarget("cuda", architecture, 32), options=options)
         assert built.metadata.shared <= shared_limit * 1024, kernel.__name__
         if kind == "bf16" and kernel is triton_kernels.partial_attention:
@@ -180,9 +181,9 @@ def test_largest_dims_and_own_sizes(dtype: torch.dtype) -> None:
 
 @runs_here
 def test_many_queries_take_several_blocks_of_rows() -> None:
-    runs = make(torch.tensor([[40, 21]]), torch.float32, 16, 16)
+    runs = make(torch.tensor([[40]]), torch.float32, 16, 16)
     for q in (7, 33):  # 14 rows; 66 rows, in blocks of 64
-        query = torch.randn(1, 4, q, 16).to(DEVICE)
+        query = torch.randn(1, 2, q, 16).to(DEVICE)
         causal = torch.arange(40) <= torch.arange(40 - q, 40)[:, None]
         agree(query, runs, causal[None, None].to(DEVICE), tile=16, split=64)
 
@@ -376,6 +377,7 @@ def test_gpu_script_says_what_it_would_do(capsys: pytest.CaptureFixture[str], re
         assert "no CUDA device" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(INTERPRETED, reason="once is enough")
 def test_importing_foveakv_imports_no_triton() -> None:
     code = "import sys, foveakv.kernels.triton_decode as t; t.available(); assert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -38,7 +38,7 @@ FEWEST_ROWS, MOST_ROWS = 16, 64  # query rows of a program: tl.dot wants at leas
 ROW_BYTES = 64 * 1024  # query and output rows of a program
 TILE_BYTES = 32 * 1024  # keys and values of one tile
 STAGES = 2
-WARPS = 4
+WARPS = 4  # twice as many for more than the fewest rows: they would not fit the registers
 PROGRAMS_PER_PROCESSOR = 4
 PARTS = 32  # splits that the merge reads at a time
 
@@ -77,7 +77,7 @@ def attend_with_lse(
     *,
     tile: int | None = None,
     split: int | None = None,
-    warps: int = WARPS,
+    warps: int | None = None,
     stages: int = STAGES,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """out [B, Hq, q, Dv], mass [B, H, M] or None, and the natural log-sum-exp [B, Hq, q] float32.
@@ -98,7 +98,11 @@ def attend_with_lse(
         return out.zero_(), mass, lse.fill_(-torch.inf)
 
     block_d, block_dv = max(16, _power(dim)), max(16, _power(value_dim))
-    slot_bytes = _power(block_d + block_dv) * runs.keys.element_size()
+    # Operands of different types meet in float32; the interpreter has no arithmetic in bfloat16.
+    upcast = len({query.dtype, runs.keys.dtype, runs.values.dtype}) > 1 or (
+        kernels.INTERPRETED and query.dtype == torch.bfloat16
+    )
+    slot_bytes = _power(block_d + block_dv) * (4 if upcast else runs.keys.element_size())
     block_rows = row_block(rows, slot_bytes)
     blocks = -(-rows // block_rows)
     tile = tile or tile_size(slot_bytes)
@@ -116,10 +120,7 @@ def attend_with_lse(
         mask = mask if mask.stride(3) == 1 else mask.contiguous()
         bits = mask.view(torch.uint8)
         mask_strides = (mask.stride(0), mask.stride(1) if mask.shape[1] > 1 else 0, mask.stride(2))
-    # Operands of different types meet in float32; the interpreter has no arithmetic in bfloat16.
-    upcast = len({query.dtype, runs.keys.dtype, runs.values.dtype}) > 1 or (
-        kernels.INTERPRETED and query.dtype == torch.bfloat16
-    )
+    warps = warps or (WARPS if block_rows == FEWEST_ROWS else 2 * WARPS)
     tuning = {"num_warps": warps, "num_stages": stages}
     with _on(query.device):
         kernels.partial_attention[total, splits, blocks](
@@ -195,6 +196,8 @@ def _kernels(query: Tensor, runs: Runs) -> Any:
     complaint = _complaint(query, runs)
     if complaint is not None:
         raise MethodError(complaint)
+    if runs.max_length * max(query.shape[2], runs.keys.stride(0), runs.values.stride(0)) >= 2**31:
+        raise MethodError(f"a run of {runs.max_length} slots is too long for the triton backend; use backend='blocks'")
     if runs.keys.stride(1) != 1 or runs.values.stride(1) != 1:
         raise ValueError("keys and values must have contiguous rows; call .contiguous() on the flat buffers")
     try:

@@ -21,13 +21,14 @@ def query_rows(query, batch, head, row, rows, q, stride_b, stride_h, stride_q, s
 
 @triton.jit
 def tile_scores(
-    rows_q, keys, first, slot, visible, stride_k, d, scale, mask, row_mask, D: tl.constexpr,
+    rows_q, keys, slot, visible, stride_k, d, scale, mask, row_mask, D: tl.constexpr,
     HAS_MASK: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Base-2 scores [ROWS, TILE] of a run's slots, -inf where not `visible` [TILE] or masked."""
-    k = tl.load(
-        keys + (first + slot)[None, :] * stride_k + d[:, None], mask=visible[None, :] & (d < D)[:, None], other=0.0
-    )
+    """Base-2 scores [ROWS, TILE] of a run's slots, -inf where not `visible` [TILE] or masked.
+
+    keys and mask point to what belongs to the run, so that offsets inside it fit 32 bits.
+    """
+    k = tl.load(keys + slot[None, :] * stride_k + d[:, None], mask=visible[None, :] & (d < D)[:, None], other=0.0)
     if UPCAST:
         k = k.to(tl.float32)
     scores = tl.dot(rows_q, k, input_precision="ieee") * scale
@@ -58,7 +59,9 @@ def partial_attention(
     if low >= stored:
         return
     high = tl.minimum(low + split, stored)
-    first = tl.load(start + run)  # int64, and with it every row offset into keys and values
+    first = tl.load(start + run)  # int64
+    keys += first * stride_k
+    values += first * stride_v
     batch = (run // heads).to(tl.int64)
     head = (run % heads).to(tl.int64)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -67,23 +70,22 @@ def partial_attention(
     rows_q = query_rows(query, batch, head, row, rows, q, stride_qb, stride_qh, stride_qq, stride_qd, D, d)
     if UPCAST:
         rows_q = rows_q.to(tl.float32)
-    row_mask = batch * stride_mb + head * stride_mh + (row % q) * stride_mq.to(tl.int64)
+    mask += batch * stride_mb + head * stride_mh
+    row_mask = (row % q) * stride_mq
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.full([ROWS], 0.0, tl.float32)
     acc = tl.full([ROWS, BLOCK_DV], 0.0, tl.float32)
     for begin in range(low, high, TILE):
         slot = begin + tl.arange(0, TILE)
         visible = slot < high
-        scores = tile_scores(
-            rows_q, keys, first, slot, visible, stride_k, d, scale, mask, row_mask, D, HAS_MASK, UPCAST
-        )
+        scores = tile_scores(rows_q, keys, slot, visible, stride_k, d, scale, mask, row_mask, D, HAS_MASK, UPCAST)
         higher = tl.maximum(top, tl.max(scores, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet: -inf - 0, not -inf + inf
         weight = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(weight, 1)
         v = tl.load(
-            values + (first + slot)[:, None] * stride_v + dv[None, :],
+            values + slot[:, None] * stride_v + dv[None, :],
             mask=visible[:, None] & (dv < DV)[None, :],
             other=0.0,
         )
@@ -143,20 +145,19 @@ def attention_mass(
     run = tl.program_id(0)
     slot = tl.program_id(1) * TILE + tl.arange(0, TILE)
     visible = slot < tl.load(length + run).to(tl.int32)
-    first = tl.load(start + run)
+    keys += tl.load(start + run) * stride_k
     batch = (run // heads).to(tl.int64)
     head = (run % heads).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
+    mask += batch * stride_mb + head * stride_mh
     spent = tl.full([TILE], 0.0, tl.float32)
     for begin in range(0, rows, ROWS):
         row = begin + tl.arange(0, ROWS)
         rows_q = query_rows(query, batch, head, row, rows, q, stride_qb, stride_qh, stride_qq, stride_qd, D, d)
         if UPCAST:
             rows_q = rows_q.to(tl.float32)
-        row_mask = batch * stride_mb + head * stride_mh + (row % q) * stride_mq.to(tl.int64)
-        scores = tile_scores(
-            rows_q, keys, first, slot, visible, stride_k, d, scale, mask, row_mask, D, HAS_MASK, UPCAST
-        )
+        row_mask = (row % q) * stride_mq
+        scores = tile_scores(rows_q, keys, slot, visible, stride_k, d, scale, mask, row_mask, D, HAS_MASK, UPCAST)
         known = tl.load(lse + run.to(tl.int64) * rows + row, mask=row < rows, other=float("-inf"))
         base = tl.where(known == float("-inf"), 0.0, known * 1.4426950408889634)
         weight = tl.exp2(scores - base[:, None])
