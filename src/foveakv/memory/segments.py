@@ -13,6 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from foveakv.memory.rows import alike, flat, moves, shift, take
+
+_CPU = torch.device("cpu")
+
 
 @dataclass
 class Runs:
@@ -109,7 +113,7 @@ class Segments:
         lengths = mask.sum(-1).cpu()
         run, column = mask.nonzero(as_tuple=True)
         start = self._allocate(lengths)
-        target = _flat(start.to(self._device), lengths.to(self._device), run.shape[0])
+        target = flat(start.to(self._device), lengths.to(self._device), run.shape[0])
         sequence, head = run // heads, run % heads
         for buffer, source in ((self._keys, keys.detach()), (self._values, values.detach())):
             # Projections are [B, C, H, D] in memory, rotated keys often too: read rows where they lie.
@@ -119,7 +123,7 @@ class Segments:
             else:
                 rows = source.reshape(-1, source.shape[-1])
                 index = run * columns + column
-            _take(buffer, rows, target, index)
+            take(buffer, rows, target, index)
         self._positions.index_copy_(0, target, positions.to(self._device)[sequence, column].to(torch.int32))
         self._set_lengths(lengths)
         return self
@@ -236,13 +240,7 @@ class Segments:
             self._positions.index_copy_(0, rows, spread)
             for name, buffer in self._fields.items():
                 buffer.index_fill_(0, rows, self._fills[name])
-        # New tensors, not in-place sums: a Runs that was handed out keeps describing what it described.
-        self._length = self._length + q
-        self._length_dev = self._length if self._device.type == "cpu" else self._length_dev + q
-        self._max_length += q
-        self._spare -= q
-        self._total += q * self._length.shape[0]
-        self._runs = None
+        self._grow(q)
 
     def evict(self, slots: Tensor | int, counts: list[int]) -> None:
         """Drop single slots at the price of what is dropped: a run's last slots move into the holes.
@@ -273,16 +271,12 @@ class Segments:
                 source = self._start_dev + (self._length_dev - 1)
                 target = (self._start_dev.view(self.batch, self.heads) + slots[..., 0]).view(-1)
             else:
-                target, source = self._moves(slots.expand(-1, self.heads, -1).flatten(0, 1), counts)
+                spread = slots.expand(-1, self.heads, -1).flatten(0, 1)
+                target, source = moves(self._start_dev, self._length_dev, spread, counts)
             for buffer in self._buffers():
                 buffer.index_copy_(0, target, buffer.index_select(0, source))
         if most == least and self._uniform:
-            self._length = self._length - most
-            self._length_dev = self._length if self._device.type == "cpu" else self._length_dev - most
-            self._max_length -= most
-            self._spare += most
-            self._total -= most * self._length.shape[0]
-            self._runs = None
+            self._grow(-most)
         else:
             self._set_lengths(self._length - torch.tensor(counts).repeat_interleave(self.heads))
         uniform, runs = self._uniform, self._length.shape[0]
@@ -293,34 +287,6 @@ class Segments:
             wasteful = self._wasteful(self._length)
         if wasteful:
             self._rebuild(self._length, self._length)
-
-    def _moves(self, slots: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
-        """Rows that take the content of others, one pair for every hole: target [m], source [m].
-
-        slots [R, n], as in `evict`. Pairs that need no move copy a row onto itself.
-        """
-        n = slots.shape[-1]
-        count = torch.tensor(counts, device=self._device).repeat_interleave(self.heads)[:, None]  # [R, 1]
-        end = self._length_dev[:, None] - count  # the runs' new lengths
-        if n == 1:  # a hole at the end copies onto itself; so does the last slot of a run that loses nothing
-            source = (self._length_dev[:, None] - 1).clamp_(min=0)
-            target = torch.where(count > 0, slots, source)
-        else:
-            number = torch.arange(n, device=self._device)
-            leaving = number < count
-            hole = leaving & (slots < end)
-            behind = slots.sub(end).masked_fill_(hole | ~leaving, n)  # which of the last slots leave themselves
-            gone = torch.zeros(len(slots), n + 1, dtype=torch.bool, device=self._device).scatter_(1, behind, True)
-            staying = leaving & ~gone[:, :n]  # as many as there are holes
-            holes = (~hole).to(torch.int8).argsort(dim=-1, stable=True)  # holes first, in the order given
-            tail = (~staying).to(torch.int8).argsort(dim=-1, stable=True)
-            filled = number < hole.sum(-1, keepdim=True)
-            target = torch.where(filled, slots.gather(1, holes), 0)
-            source = torch.where(filled, end + tail, 0)
-            # Fill up with the run's first pair; a run without any copies its first row onto itself.
-            target, source = (torch.where(filled, rows, rows[:, :1]) for rows in (target, source))
-        start = self._start_dev[:, None]
-        return (start + target).view(-1), (start + source).view(-1)
 
     def keep(self, mask: Tensor) -> None:
         """Drop every slot whose entry in mask (bool [B, H, M] or [B, 1, M]) is False; padding is ignored.
@@ -342,11 +308,11 @@ class Segments:
         if self._wasteful(counts):
             self._rebuild(counts, counts, source)
             return
-        target = _flat(self._start_dev, counts.to(self._device), source.shape[0])
+        target = flat(self._start_dev, counts.to(self._device), source.shape[0])
         moved = (source != target).nonzero()[:, 0]
         source, target = source[moved], target[moved]
         for buffer in self._buffers():
-            _shift(buffer, target, source)
+            shift(buffer, target, source)
         self._set_lengths(counts)
 
     def crop(self, end: int) -> None:
@@ -362,7 +328,7 @@ class Segments:
         if bool((lengths > self._capacity).any()) or self._regular(lengths):
             self._rebuild(self._length, lengths)
         total = int(extra.sum())
-        rows = _flat((self._start + self._length).to(self._device), extra.to(self._device), total)
+        rows = flat((self._start + self._length).to(self._device), extra.to(self._device), total)
         self._keys.index_fill_(0, rows, 0)
         self._values.index_fill_(0, rows, 0)
         self._positions.index_fill_(0, rows, -1)
@@ -394,7 +360,7 @@ class Segments:
         former = (index[:, None] * self.heads + torch.arange(self.heads)).view(-1)
         lengths = self._length[former]
         start = self._start[former].to(self._device)
-        source = _flat(start, lengths.to(self._device), int(lengths.sum()))
+        source = flat(start, lengths.to(self._device), int(lengths.sum()))
         self.batch = index.shape[0]
         self._rebuild(lengths, lengths, source)
 
@@ -459,7 +425,7 @@ class Segments:
             buffer.view(self.batch, self.heads, -1)[:, :, : self._max_length].copy_(padded.detach())
         else:
             kept = padded.detach().to(self._device, buffer.dtype)[self.valid()]
-            buffer.index_copy_(0, _flat(self._start_dev, self._length_dev, kept.shape[0]), kept)
+            buffer.index_copy_(0, flat(self._start_dev, self._length_dev, kept.shape[0]), kept)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -492,6 +458,21 @@ class Segments:
         self._spare = int((self._capacity - lengths).min())
         self._uniform = self._strided and int(lengths.min()) == self._max_length
         self._runs = None
+
+    def _grow(self, by: int) -> None:
+        """All runs got longer by so many slots, or shorter."""
+        runs = self._length.shape[0]
+        self._max_length += by
+        self._spare -= by
+        self._total += by * runs
+        self._runs = None
+        # Other tensors, not in-place sums: a Runs that was handed out keeps describing what it described.
+        if self._uniform:
+            self._length = alike(runs, self._max_length, _CPU)
+            self._length_dev = self._length if self._device == _CPU else alike(runs, self._max_length, self._device)
+        else:
+            self._length = self._length + by
+            self._length_dev = self._length if self._device == _CPU else self._length_dev + by
 
     def _room(self, lengths: Tensor) -> int:
         """Spare slots for each run: the mean of slack(length), the same for all, since appends grow all alike.
@@ -540,39 +521,10 @@ class Segments:
         """
         total = int(carried.sum())
         if source is None:
-            source = _flat(self._start_dev, self._length_dev, total)
+            source = flat(self._start_dev, self._length_dev, total)
         before = self._buffers()
         start = self._allocate(lengths)
-        target = _flat(start.to(self._device), carried.to(self._device), total)
+        target = flat(start.to(self._device), carried.to(self._device), total)
         for old, new in zip(before, self._buffers(), strict=True):
-            _take(new, old, target, source)
+            take(new, old, target, source)
         self._set_lengths(carried)
-
-
-def _flat(start: Tensor, length: Tensor, total: int) -> Tensor:
-    """Rows start[r], start[r] + 1, ... start[r] + length[r] - 1 of all runs, one after another: [total] int64."""
-    shift = start - (length.cumsum(0) - length)
-    return torch.repeat_interleave(shift, length, output_size=total) + torch.arange(total, device=start.device)
-
-
-def _take(target: Tensor, source: Tensor, target_rows: Tensor, source_rows: Tensor) -> None:
-    """target[target_rows] = source[source_rows] without a temporary: slack rows get a copy of some stored row."""
-    if source.shape[0] == 0 or source_rows.shape[0] == 0:
-        return
-    chosen = torch.zeros(target.shape[0], dtype=torch.int64, device=target.device)
-    chosen.index_copy_(0, target_rows, source_rows)
-    with torch.no_grad():
-        torch.index_select(source, 0, chosen, out=target)
-
-
-def _shift(buffer: Tensor, target_rows: Tensor, source_rows: Tensor) -> None:
-    """buffer[target_rows] = buffer[source_rows] in place, for ascending rows with target_rows <= source_rows.
-
-    Goes through the rows in portions: a later source is never a target of an earlier portion, and a portion that
-    stays in a cache is copied several times faster than everything at once through fresh memory.
-    """
-    portion = 2**18 if buffer.device.type == "cpu" else 2**24  # bytes
-    step = max(1, portion // (buffer[:1].numel() * buffer.element_size()))
-    for low in range(0, source_rows.shape[0], step):
-        part = slice(low, low + step)
-        buffer.index_copy_(0, target_rows[part], buffer.index_select(0, source_rows[part]))
