@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foveakv.errors import MethodError
-from foveakv.kernels import BACKENDS, blocks, decode_attention, reference
+from foveakv.kernels import BACKENDS, attend, blocks, decode_attention, problem, reference
 from foveakv.memory.segments import Runs, Segments
 
 D, DV, UNIT = 8, 8, 16  # UNIT: strip and tile size in these tests
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 PATHS: dict[str, Callable] = {
-    "auto": decode_attention,
+    "auto": attend,
     "whole": blocks.attend_whole,
     "one strip": lambda *a, **k: blocks.attend_strips(*a, **k, threads=1),
     "strips": lambda *a, **k: blocks.attend_strips(*a, **k, threads=3, shortest=UNIT),
@@ -48,12 +48,13 @@ def make(
 def agree(query: torch.Tensor, runs: Runs, mask: torch.Tensor | None, paths: dict[str, Callable] = PATHS) -> None:
     scaling = query.shape[-1] ** -0.5
     tolerance = TOLERANCE[query.dtype]
-    want, want_mass = reference.attend(query, runs, scaling, mask, True)
+    want, want_mass, want_lse = reference.attend(query, runs, scaling, mask, True, True)
     assert want_mass is not None
+    assert want_lse is not None
     assert not want.isnan().any()
     for name, path in paths.items():
-        for need_mass in (False, True):
-            got, mass = path(query, runs, scaling, mask, need_mass=need_mass)
+        for need_mass, need_lse in ((False, False), (False, True), (True, True)):
+            got, mass, lse = path(query, runs, scaling, mask, need_mass=need_mass, need_lse=need_lse)
             assert got.shape == want.shape
             assert got.dtype == query.dtype
             # allclose is False wherever a NaN came through
@@ -64,6 +65,12 @@ def agree(query: torch.Tensor, runs: Runs, mask: torch.Tensor | None, paths: dic
                 assert torch.allclose(mass, want_mass, rtol=tolerance, atol=tolerance), name
             else:
                 assert mass is None
+            if need_lse:
+                assert lse is not None
+                assert lse.dtype == want_lse.dtype
+                assert torch.allclose(lse, want_lse, rtol=tolerance, atol=tolerance), name
+            else:
+                assert lse is None
 
 
 border = st.sampled_from([0, 1, 2, UNIT - 1, UNIT, UNIT + 1, 4 * UNIT - 1, 4 * UNIT, 4 * UNIT + 1, 7 * UNIT + 3])
@@ -113,7 +120,7 @@ def test_real_sizes(border: int) -> None:
     for lengths in ([[border, 3 * border]], [[64, 65]], [[64, 5]], [[border, border]]):
         runs = make(torch.tensor(lengths), torch.float32)
         paths = {
-            "auto": decode_attention,
+            "auto": attend,
             "strips": lambda *a, **k: blocks.attend_strips(*a, **k, threads=2),
             "tiles": blocks.attend_tiles,
         }
@@ -131,11 +138,11 @@ def test_a_run_full_of_nan_spoils_only_itself() -> None:
     runs = make(torch.tensor([[100, 100, 70]]))
     start, length = int(runs.start[1]), int(runs.length[1])
     query = torch.randn(1, 6, 1, D, dtype=torch.float64)
-    want, _ = reference.attend(query, runs, 0.3)
+    want = reference.attend(query, runs, 0.3).out
     runs.keys[start : start + length] = torch.nan
     runs.values[start : start + length] = torch.nan
     for name, path in PATHS.items():
-        got, _ = path(query, runs, 0.3)
+        got = path(query, runs, 0.3).out
         assert torch.allclose(got[:, [0, 1, 4, 5]], want[:, [0, 1, 4, 5]]), name
         assert got[:, 2:4].isnan().all(), name
 
@@ -154,15 +161,17 @@ def test_fully_masked_rows_and_empty_memory_give_zero() -> None:
     mask = torch.ones(1, 1, 2, 40, dtype=torch.bool)
     mask[0, 0, 1] = False
     for name, path in PATHS.items():
-        out, mass = path(query, runs, 0.3, mask, need_mass=True)
+        out, mass, lse = path(query, runs, 0.3, mask, need_mass=True, need_lse=True)
         assert torch.equal(out[:, :, 1], torch.zeros_like(out[:, :, 1])), name
         assert out[:, :, 0].abs().min() > 0, name
+        assert torch.equal(lse.isinf(), torch.tensor([False, True]).expand(1, 4, 2)), name
         assert torch.allclose(mass.sum(-1), torch.full((1, 2), 2.0, dtype=torch.float64)), name
     empty = make(torch.zeros(1, 2, dtype=torch.int64))
     for path in PATHS.values():
-        out, mass = path(query, empty, 0.3, None, need_mass=True)
+        out, mass, lse = path(query, empty, 0.3, None, need_mass=True, need_lse=True)
         assert torch.equal(out, torch.zeros(1, 4, 2, DV, dtype=torch.float64))
         assert mass.shape == (1, 2, 0)
+        assert torch.equal(lse, torch.full((1, 4, 2), -torch.inf, dtype=torch.float64))
 
 
 def test_mass_is_what_the_group_spends() -> None:
@@ -175,13 +184,14 @@ def test_mass_is_what_the_group_spends() -> None:
 
 
 def test_transposed_queries_and_broadcast_masks() -> None:
-    runs = make(torch.tensor([[40, 9], [12, 33]]))
-    query = torch.randn(2, 3, 6, D, dtype=torch.float64).transpose(1, 2)
+    runs = make(torch.tensor([[40, 9], [12, 33]]), torch.float32)
+    query = torch.randn(2, 3, 6, D).transpose(1, 2)
     mask = torch.rand(1, 1, 3, 40) < 0.5
     want, _ = decode_attention(query.contiguous(), runs, 0.3, mask.expand(2, 2, -1, -1), backend="reference")
     for name in BACKENDS:
-        got, _ = decode_attention(query, runs, 0.3, mask, backend=name)
-        assert torch.allclose(got, want, atol=1e-12), name
+        if name != "triton" and problem(name) is None:
+            got, _ = decode_attention(query, runs, 0.3, mask, backend=name)
+            assert torch.allclose(got, want, atol=1e-6), name
 
 
 def test_no_graph_is_built() -> None:
@@ -193,7 +203,7 @@ def test_no_graph_is_built() -> None:
 def test_wrong_use_is_explained() -> None:
     runs = make(torch.tensor([[4, 9]]))
     query = torch.randn(1, 4, 1, D, dtype=torch.float64)
-    with pytest.raises(MethodError, match="'blocks', 'reference'"):
+    with pytest.raises(MethodError, match="'blocks', 'cpu', 'reference', 'triton'"):
         decode_attention(query, runs, 0.3, backend="fast")
     with pytest.raises(ValueError, match="mask must be"):
         decode_attention(query, runs, 0.3, torch.ones(1, 1, 1, 8, dtype=torch.bool))

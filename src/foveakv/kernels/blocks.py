@@ -254,7 +254,9 @@ def _whole(
     Returns out [B, H, n, Dv], mass [B, H, M] and log-sum-exp [B, H, n], the latter two where needed.
     """
     mass = lse = None
-    if need_mass or need_lse or (keys.device.type == "cpu" and keys.shape[-1] != values.shape[-1]):  # no fused kernel for those
+    if (
+        need_mass or need_lse or (keys.device.type == "cpu" and keys.shape[-1] != values.shape[-1])
+    ):  # no fused kernel for those
         scores = _scores(query, keys, scaling, allowed)
         probabilities = scores.softmax(-1)
         if allowed is not None:

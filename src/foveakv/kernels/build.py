@@ -97,9 +97,13 @@ def build(where: Path | None = None, *, force: bool = False) -> Path:
                 return found
             return _compile(compiler, target)
     except Timeout:
-        raise BuildError(f"another process has been building it for {TIMEOUT} s; delete {target} to start again") from None
+        raise BuildError(
+            f"another process has been building it for {TIMEOUT} s; delete {target} to start again"
+        ) from None
     except OSError as error:
-        raise BuildError(f"cannot write {target}: {error.strerror or error}; set FOVEAKV_CACHE to a folder that you can") from error
+        raise BuildError(
+            f"cannot write {target}: {error.strerror or error}; set FOVEAKV_CACHE to a folder that you can"
+        ) from error
 
 
 def load(path: Path) -> ctypes.CDLL:
@@ -159,7 +163,9 @@ class Once:
         if self._reason is not None or switched_off():
             return f"unavailable: {self._reason or f'{SWITCH}=off is set'}"
         found = find()
-        return f"{instructions()}, {found}" if found else "not built yet: done on first use, or by `foveakv kernels build`"
+        return (
+            f"{instructions()}, {found}" if found else "not built yet: done on first use, or by `foveakv kernels build`"
+        )
 
 
 def _digest(content: bytes) -> str:

@@ -12,4 +12,6 @@ class Attended(NamedTuple):
 
     out: Tensor  # [B, Hq, q, Dv] in the query's dtype
     mass: Tensor | None = None  # [B, H, M] float32 (float64 for float64 queries), where asked for
-    lse: Tensor | None = None  # [B, Hq, q] natural log-sum-exp of the scaled scores, same dtype as mass, where asked for
+    lse: Tensor | None = (
+        None  # [B, Hq, q] natural log-sum-exp of the scaled scores, same dtype as mass, where asked for
+    )

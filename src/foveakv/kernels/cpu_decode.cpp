@@ -38,7 +38,7 @@ constexpr int LANES = 8, REGISTERS = 16;
 constexpr int LANES = 4, REGISTERS = 16;
 #endif
 
-constexpr int TILE = 32;   // slots whose scores are held at once: their keys and values fit the first-level cache
+constexpr int TILE = 64;   // slots whose scores are held at once; their keys and values stay in the second-level cache
 constexpr int BLOCK = 8;   // query rows whose sums are in registers at once
 constexpr int ROWS = 64;   // query rows of one pass over the cache
 constexpr int64_t SHORTEST_PIECE = 256;
@@ -216,10 +216,10 @@ inline Vec load_part(const T* from, int count) {
   return Load<T>::full(part);
 }
 
-// Starts fetching `count` numbers; harmless where nothing lies.
+// Starts fetching `count` numbers to the second-level cache; harmless where nothing lies.
 template <class T>
 inline void prefetch(const T* from, int count) {
-  for (int i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(from + i);
+  for (int i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(from + i, 0, 2);
 }
 
 // ---------------------------------------------------------------------------------------------------- a tile's inner loops
@@ -243,7 +243,7 @@ inline void score_some(const float* query, int64_t stride, const T* const* keys,
   for (int d = 0; d < whole; d += LANES) {
     if (next && d * sizeof(T) % 64 == 0) {
 #pragma GCC unroll 8
-      for (int i = 0; i < K; ++i) __builtin_prefetch(next[k + i] + d);
+      for (int i = 0; i < K; ++i) __builtin_prefetch(next[k + i] + d, 0, 2);
     }
     Vec x[K];
 #pragma GCC unroll 8
