@@ -144,11 +144,11 @@ def _compressed(model: Any, inputs: dict[str, Any], method: Method) -> tuple[flo
     cache = foveakv.cache_for(model, method)
     spent = [0.0]
     for layer in cache.compressed:
-        vars(layer)["end_prefill"] = _timed(layer.end_prefill, spent)  # of these objects alone
+        layer.__dict__["end_prefill"] = _timed(layer.end_prefill, spent)  # of these objects alone
     argument = {compat.cache_argument(model): cache}
     seconds = clock(lambda: model(**inputs, **argument, use_cache=True, logits_to_keep=1))
     for layer in cache.compressed:
-        del vars(layer)["end_prefill"]  # a reference to itself would keep the layer's memory
+        del layer.__dict__["end_prefill"]  # a reference to itself would keep the layer's memory
     return seconds, spent[0]
 
 

@@ -1,0 +1,177 @@
+"""What the project set out to reach, checked against result rows. Reasons for misses stand in reasons.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+Row = dict[str, Any]
+Found = tuple[float, str] | None  # the figure and what it belongs to; None = not measured
+
+
+@dataclass(frozen=True)
+class Aim:
+    """`name` is the heading in reasons.md; `find` gets all rows of the benchmark."""
+
+    name: str
+    benchmark: str
+    text: str
+    target: float
+    unit: str  # "x" or "%"
+    at_least: bool
+    find: Callable[[list[Row]], Found]
+
+    def check(self, rows: list[Row]) -> tuple[float, str, bool] | None:
+        """The figure, what it belongs to, and whether it reaches the target; None where nothing was measured."""
+        found = self.find(rows)
+        if found is None:
+            return None
+        value, what = found
+        return value, what, value >= self.target if self.at_least else value <= self.target
+
+    def show(self, value: float) -> str:
+        return f"{value:.1%}" if self.unit == "%" else f"{value:.2f}x"
+
+    @property
+    def target_text(self) -> str:
+        number = f"{self.target:.0%}" if self.unit == "%" else f"{self.target:g}x"
+        return f"{'at least' if self.at_least else 'at most'} {number}"
+
+
+def _where(rows: Iterable[Row], **fields: Any) -> list[Row]:
+    return [row for row in rows if all(row.get(key) == value for key, value in fields.items())]
+
+
+def _field(name: str, **fields: Any) -> Callable[[list[Row]], Found]:
+    """That field of the one row with these fields."""
+
+    def find(rows: list[Row]) -> Found:
+        found = [row for row in _where(rows, **fields) if row.get(name) is not None]
+        return (found[0][name], found[0]["method"]) if found else None
+
+    return find
+
+
+def _worst(name: str, **fields: Any) -> Callable[[list[Row]], Found]:
+    """The highest value of that field, and whose it is."""
+
+    def find(rows: list[Row]) -> Found:
+        found = [row for row in _where(rows, **fields) if row.get(name) is not None]
+        if not found:
+            return None
+        row = max(found, key=lambda row: row[name])
+        return row[name], f"highest: {row['method']}"
+
+    return find
+
+
+def _per_token(model: str, method: str) -> Callable[[list[Row]], Found]:
+    """The lesser of the speed-ups by median and by mean, which has HAE's flushes in it."""
+
+    def find(rows: list[Row]) -> Found:
+        found = _where(rows, model=model, asked=32768, budget=0.1, method=method, batch=1)
+        if not found:
+            return None
+        row = found[0]
+        by_median, by_mean = row["faster_than_best_full"], row["faster_than_best_full_by_means"]
+        return min(by_median, by_mean), f"against {row['best_full_path']}"
+
+    return find
+
+
+_DECODE = {"geometry": "qwen2.5-vl-7b", "dtype": "fp32", "context": 32768, "budget": 0.1}
+
+AIMS: list[Aim] = [
+    *[
+        Aim(
+            f"decode-{method}",
+            "decode_attention",
+            f"{method}: attention and cache update at 32k and 10% against packed SDPA over the full cache",
+            target,
+            "x",
+            True,
+            _field("faster_than_packed", method=method, **_DECODE),
+        )
+        for method, target in (("hae", 8), ("snapkv", 8), ("adakv", 7), ("hybridkv", 4))
+    ],
+    *[
+        Aim(
+            f"read-{method}",
+            "decode_attention",
+            f"{method}: bytes per second of the step at 32k and 10%, as a share of a plain sum over the same bytes",
+            0.6,
+            "%",
+            True,
+            _field("read_share", method=method, **_DECODE),
+        )
+        for method in ("full", "hae", "snapkv", "adakv", "hybridkv")
+    ],
+    *[
+        Aim(
+            f"token-{method}-{model}",
+            "generate",
+            f"{method}: time per token of the whole model ({model}) at 32k and 10% against the best full path",
+            1.52,
+            "x",
+            True,
+            _per_token(model, method),
+        )
+        for model in ("demo", "qwen2.5-vl-7b")
+        for method in ("hybridkv", "hae")
+    ],
+    Aim(
+        "story-hae",
+        "story",
+        "hae: 512 new tokens with 5 beams, end to end, against the faster full cache",
+        1.5,
+        "x",
+        True,
+        _field("faster_than_best_full", method="hae", beams=5),
+    ),
+    Aim(
+        "prefill-2k",
+        "prefill",
+        "own work of every method as a share of a plain prefill of 2k tokens",
+        0.05,
+        "%",
+        False,
+        _worst("own_share", part="overhead", context=2048),
+    ),
+    Aim(
+        "prefill-8k",
+        "prefill",
+        "own work of every method as a share of a plain prefill of 8k tokens",
+        0.03,
+        "%",
+        False,
+        _worst("own_share", part="overhead", context=8192),
+    ),
+    Aim(
+        "prefill-drop",
+        "prefill",
+        "hae with drop_hidden_states, 75% of the visual tokens of 8k dropped, against a plain prefill",
+        1.5,
+        "x",
+        True,
+        _field("faster_than_plain", part="drop", context=8192),
+    ),
+    Aim(
+        "memory-peak",
+        "memory",
+        "peak during prefill over (one full layer + what stays), every method at 10%",
+        1.15,
+        "x",
+        False,
+        _worst("peak_over_layer_plus_stored", budget=0.1),
+    ),
+    Aim(
+        "memory-hybridkv",
+        "memory",
+        "hybridkv: full bytes over device bytes at 10%, digests counted",
+        8.5,
+        "x",
+        True,
+        _field("full_over_stored", budget=0.1, method="hybridkv"),
+    ),
+]
