@@ -391,13 +391,14 @@ class Segments:
         """[B, H, M], to be read only: the field itself where runs are uniform, else what `field` gives."""
         if not self._uniform:
             return self.field(name)
-        return self._field(name).view(self.batch, self.heads, -1).narrow(2, 0, self._max_length)
+        self._field(name)  # says so when there is none
+        return self._views[3 + list(self._fields).index(name)].narrow(2, 0, self._max_length)
 
     def view_positions(self) -> Tensor:
         """As `positions`, but int32 and to be read only: no copy where runs are uniform."""
         if not self._uniform:
             return self._padded(self._positions, -1)
-        return self._positions.view(self.batch, self.heads, -1).narrow(2, 0, self._max_length)
+        return self._views[2].narrow(2, 0, self._max_length)
 
     def add(self, name: str, amounts: Tensor) -> None:
         """Adds amounts [B, H, M] to a field; in place where runs are uniform. Padding is ignored."""

@@ -168,7 +168,8 @@ class RecycleBin:
         if any(evict):
             view.count(flushes=sum(evict) // self.size)
         if self.size == 1:
-            return Drop(_lowest(self._order(view), evict, segments.view_positions()), evict)
+            positions = segments.view_positions()
+            return Drop(_lowest(self._order(view, positions), evict, positions), evict)
         if any(evict):
             return self._flush(view, over, evict)
         self._mark(view, over)
@@ -209,19 +210,22 @@ class RecycleBin:
         segments.set_field(MARKED, marked.expand(-1, segments.heads, -1))
         return ~victims.expand(-1, segments.heads, -1)
 
-    def _order(self, view: DecodeView) -> Tensor:
-        """What tokens are ranked by, [B, H or 1, M], a copy; the lowest goes first, and those with inf never."""
+    def _order(self, view: DecodeView, positions: Tensor | None = None) -> Tensor:
+        """What tokens are ranked by, [B, H or 1, M], a copy; the lowest goes first, and those with inf never.
+
+        positions [B, H, M] where slots may lie in any order; without, they lie in the order of tokens.
+        """
         order = self._values(view)
         segments, state = view.segments, view.state
         recent, ragged = state["recent"].tolist(), not segments.runs.uniform
         barred = None
-        if self.size > 1:  # slots are in the order of tokens
+        if positions is None:
             if ragged or self.sink or any(recent):
                 slots = torch.arange(segments.max_length, device=order.device)
                 end = (segments.lengths[:, 0] - state["recent"]).to(order.device)[:, None, None]
                 barred = (slots < self.sink) | (slots >= end)
         else:
-            positions = segments.view_positions()[:, : order.shape[1]]
+            positions = positions[:, : order.shape[1]]
             if ragged or self.sink:
                 barred = positions <= (state["last_sink"][:, : order.shape[1]] if self.sink else -1)
             if any(recent):
