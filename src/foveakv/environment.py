@@ -36,6 +36,17 @@ def processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
+def kernels() -> dict[str, str]:
+    """The decode attention backends and their state on this machine; builds nothing."""
+    from foveakv.kernels import BACKENDS, build, problem
+
+    return {
+        name: build.KERNEL.state if name == "cpu" else (reason and f"unavailable: {reason}") or "ready"
+        for name in BACKENDS
+        for reason in [None if name == "cpu" else problem(name)]
+    }
+
+
 def describe(model: Any = None, *, seed: int | None = None) -> dict[str, Any]:
     """Plain values that a reader needs to repeat a measurement."""
     import torch
@@ -46,6 +57,7 @@ def describe(model: Any = None, *, seed: int | None = None) -> dict[str, Any]:
         "cpu": processor_name(),
         "threads": torch.get_num_threads(),
         "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "kernels": kernels(),
         "seed": seed,
     }
     if model is not None:

@@ -11,6 +11,7 @@ from foveakv import __version__
 from foveakv.cli.compare import compare
 from foveakv.cli.generate import generate
 from foveakv.cli.info import doctor, methods, models
+from foveakv.cli.kernels import kernels
 
 app = typer.Typer(
     name="foveakv",
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 for command in (generate, compare, methods, models, doctor):
     app.command()(command)
+app.add_typer(kernels, name="kernels")
 
 
 def _print_version(wanted: bool) -> None:

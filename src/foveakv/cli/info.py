@@ -90,16 +90,17 @@ def doctor() -> None:
     import torch
 
     from foveakv import environment
-    from foveakv.kernels import BACKENDS
 
+    tested = _self_test(torch)  # first: it builds the CPU kernel where that was not done
     found = environment.describe()
     table = Table(show_header=False)
     for name, version in found["versions"].items():
         table.add_row(name, version or f"not installed{_remedy(name)}")
     table.add_row("cpu", f"{found['cpu']}, {found['threads']} threads")
     table.add_row("accelerator", found["accelerator"] or "none; models run on the CPU")
-    table.add_row("decode kernels", ", ".join(BACKENDS))
-    table.add_row("decode attention", _self_test(torch))
+    for name, state in found["kernels"].items():
+        table.add_row(f"kernel {name}", state)
+    table.add_row("decode attention", tested)
     common.output().print(table, markup=False, highlight=False)
 
 
@@ -112,18 +113,24 @@ def _remedy(name: str) -> str:
 
 
 def _self_test(torch: Any) -> str:
-    """Every kernel once on a ragged cache, against the reference."""
-    from foveakv.kernels import BACKENDS, decode_attention
+    """Every kernel that can run here, once on a ragged cache against the reference; and which one is the default."""
+    from foveakv.kernels import BACKENDS, choose, decode_attention, problem
     from foveakv.memory.segments import Segments
 
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator().manual_seed(0)
-    keys, values = (torch.randn(1, 2, 64, 16, generator=generator) for _ in range(2))
-    query = torch.randn(1, 4, 1, 16, generator=generator)
+    keys, values = (torch.randn(1, 2, 64, 16, generator=generator).to(device) for _ in range(2))
+    query = torch.randn(1, 4, 1, 16, generator=generator).to(device)
     keep = torch.rand(1, 2, 64, generator=generator) < 0.5
-    runs = Segments.from_dense(keys, values, keep, torch.arange(64)[None]).runs
-    reference, _ = decode_attention(query, runs, 0.25, backend="reference")
+    positions = torch.arange(64)[None]
+    runs = Segments.from_dense(keys, values, keep.to(device), positions.to(device)).runs
+    beside = Segments.from_dense(keys.cpu(), values.cpu(), keep, positions).runs
+    reference, _ = decode_attention(query.cpu(), beside, 0.25, backend="reference")
     results = []
     for name in BACKENDS:
-        error = float((decode_attention(query, runs, 0.25, backend=name)[0] - reference).abs().max())
+        if problem(name) is not None:
+            continue
+        here = (query.cpu(), beside) if name == "cpu" else (query, runs)
+        error = float((decode_attention(*here, 0.25, backend=name)[0].cpu() - reference).abs().max())
         results.append(f"{name} {'ok' if error < 1e-4 else f'WRONG by {error:.1e}'}")
-    return ", ".join(results)
+    return f"{', '.join(results)}; auto is {choose(query, runs)} on {device}"

@@ -5,6 +5,7 @@
 | device | storage | backend |
 |---|---|---|
 | CPU | float32, bfloat16, float16 | `cpu` if its kernel can be built and loaded here, else `blocks` |
+| CPU, more than 48 query rows (G * q) per KV head, no mass wanted | any | `blocks`: that is a matrix product's work |
 | CPU | float64 | `blocks` |
 | CUDA | any that it reads | `triton` where triton is installed, else `blocks` |
 | other | any | `blocks` |
@@ -49,6 +50,7 @@ BACKENDS: dict[str, Backend] = {
     "cpu": _cpu,
     "triton": _triton,
 }
+MOST_ROWS_CPU = 48  # measured: even in float32 near 60 rows; in bfloat16, on a processor with AMX, from 20 on
 _warned = False
 
 
@@ -61,7 +63,7 @@ def problem(name: str) -> str | None:
     return None
 
 
-def choose(query: Tensor, runs: Runs) -> str:
+def choose(query: Tensor, runs: Runs, *, need_mass: bool = False) -> str:
     """The backend that "auto" stands for: the table at the top of this module."""
     global _warned
     if query.device.type == "cuda":
@@ -70,7 +72,8 @@ def choose(query: Tensor, runs: Runs) -> str:
     if query.device.type != "cpu":
         return "blocks"
     cpu = _module("cpu")
-    if not cpu.supports(query, runs):
+    many = query.shape[1] // runs.heads * query.shape[2] > MOST_ROWS_CPU and not need_mass
+    if many or not cpu.supports(query, runs):
         return "blocks"
     reason = cpu.problem()
     if reason is None:
@@ -117,7 +120,7 @@ def attend(
         or mask.shape[2:] != (q, runs.max_length)
     ):
         raise ValueError(f"mask must be [{batch}, 1 or {runs.heads}, {q}, {runs.max_length}], got {tuple(mask.shape)}")
-    name = choose(query, runs) if backend == "auto" else backend
+    name = choose(query, runs, need_mass=need_mass) if backend == "auto" else backend
     if name not in BACKENDS:
         raise MethodError(f"no attention backend {backend!r}; choose 'auto' or one of {sorted(BACKENDS)}")
     if mask is not None and mask.shape[0] != batch:

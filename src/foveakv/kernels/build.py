@@ -158,14 +158,11 @@ class Once:
     @property
     def state(self) -> str:
         """What is known without building anything."""
-        if self._library is not None:
-            return f"{instructions()}, {self.path}"
-        if self._reason is not None or switched_off():
+        if self._library is None and (self._reason is not None or switched_off()):
             return f"unavailable: {self._reason or f'{SWITCH}=off is set'}"
-        found = find()
-        return (
-            f"{instructions()}, {found}" if found else "not built yet: done on first use, or by `foveakv kernels build`"
-        )
+        if self._library is not None or find() is not None:
+            return f"ready, {instructions()}"
+        return "not built yet: done on first use, or by `foveakv kernels build`"
 
 
 def _digest(content: bytes) -> str:

@@ -40,7 +40,7 @@ constexpr int LANES = 4, REGISTERS = 16;
 
 constexpr int TILE = 64;   // slots whose scores are held at once; their keys and values stay in the second-level cache
 constexpr int BLOCK = 8;   // query rows whose sums are in registers at once
-constexpr int ROWS = 64;   // query rows of one pass over the cache
+constexpr int ROWS = 32;   // query rows of one pass over the cache
 constexpr int64_t SHORTEST_PIECE = 256;
 constexpr int64_t PIECES_PER_THREAD = 4;
 constexpr int64_t SLOTS_PER_THREAD = 512;  // fewer are not worth waking a thread for
