@@ -4,8 +4,10 @@ import math
 
 import pytest
 
+from foveakv.cache import check_options
 from foveakv.errors import MethodError
 from foveakv.methods import checks
+from foveakv.methods.full import Full
 
 
 @pytest.mark.parametrize("value", [2.5, 3.0, True, "4", None, -1, math.nan, [1]])
@@ -46,3 +48,19 @@ def test_choices_and_flags():
         checks.flag("hae", "dap", 1)
     checks.choice("hae", "mode", "mark", ("mark", "rerank"))
     checks.flag("hae", "dap", False)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_decode_slots": 2.5}, r"full: max_decode_slots must be a whole number, at least 1 .*; got 2\.5"),
+        ({"max_decode_slots": "9"}, r"max_decode_slots .*; got '9'"),
+        ({"max_decode_slots": True}, r"max_decode_slots .*; got True"),
+        ({"backend": ["blocks"]}, r"no attention backend \['blocks'\]"),
+        ({"backend": None}, "no attention backend None"),
+    ],
+)
+def test_options_of_a_cache(options, message):
+    with pytest.raises(MethodError, match=message):
+        check_options(Full(), **options)
+    check_options(Full(), "auto", 3)

@@ -276,7 +276,7 @@ class CompressedCache(compat.Cache):
 
 def check_options(method: Method, backend: str = "auto", max_decode_slots: int | None = None) -> None:
     """Raises `MethodError` for options of a cache that mean nothing, alone or with this method."""
-    if backend != "auto" and backend not in BACKENDS:
+    if backend != "auto" and (not isinstance(backend, str) or backend not in BACKENDS):
         raise MethodError(f"no attention backend {backend!r}; choose 'auto' or one of {sorted(BACKENDS)}")
     if max_decode_slots is not None:
         checks.whole_number(method.name, "max_decode_slots", max_decode_slots, 1, "decoded tokens that stay per head")
