@@ -16,7 +16,7 @@ help:
 	@echo "make test         run the tests on the newest supported transformers"
 	@echo "make test-lowest  run them on the lowest one"
 	@echo "make lint         ruff and mypy"
-	@echo "make bench        run the benchmarks; results go to benchmarks/results/"
+	@echo "make bench        measure (about an hour on an idle machine; RESUME=--resume goes on); writes docs/performance.md"
 
 demo: $(VENV)/.ready
 	@mkdir -p out
@@ -35,8 +35,14 @@ lint: $(VENV)/.ready-lint
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
 
+BENCHMARKS := memory append scale decode_attention story generate prefill
+RESUME ?=
+
 bench: $(VENV)/.ready
-	@for name in decode memory prefill; do $(VENV)/bin/python -m benchmarks run $$name || exit 1; done
+	@for name in $(BENCHMARKS); do $(VENV)/bin/python -m benchmarks run $$name $(RESUME) || exit 1; done
+	@if test -x benchmarks/peers/.venv-kvpress/bin/python; then $(VENV)/bin/python -m benchmarks run kvpress $(RESUME); \
+		else echo "kvpress left out; make its environment with: sh benchmarks/peers/install.sh"; fi
+	@$(VENV)/bin/python -m benchmarks report
 
 $(VENV)/.ready: CONSTRAINTS := constraints/newest.txt
 $(VENV)/.ready: constraints/newest.txt

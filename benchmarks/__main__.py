@@ -168,7 +168,7 @@ def prefill(
         "geometry": geometry or ("tiny" if quick else "qwen2.5-vl-7b"),
         "contexts": context or ([256] if quick else [2048, 8192]),
         "budget": budget,
-        "methods": method or ["hae", "hybridkv", "snapkv", "adakv", "h2o"],
+        "methods": method or ["hae", "hae (64 rows)", "hybridkv", "snapkv", "adakv", "h2o"],
         "layers": layers,
         "drop_layers": drop_layers,
         "repeats": repeats or 1,

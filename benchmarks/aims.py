@@ -129,24 +129,19 @@ AIMS: list[Aim] = [
         True,
         _field("faster_than_best_full", method="hae", beams=5),
     ),
-    Aim(
-        "prefill-2k",
-        "prefill",
-        "own work of every method as a share of a plain prefill of 2k tokens",
-        0.05,
-        "%",
-        False,
-        _worst("own_share", part="overhead", context=2048),
-    ),
-    Aim(
-        "prefill-8k",
-        "prefill",
-        "own work of every method as a share of a plain prefill of 8k tokens",
-        0.03,
-        "%",
-        False,
-        _worst("own_share", part="overhead", context=8192),
-    ),
+    *[
+        Aim(
+            f"prefill-{size}-{method}",
+            "prefill",
+            f"{method}: own work as a share of a plain prefill of {size} tokens",
+            target,
+            "%",
+            False,
+            _field("own_share", part="overhead", context=context, method=method),
+        )
+        for context, size, target in ((2048, "2k", 0.05), (8192, "8k", 0.03))
+        for method in ("hae", "hybridkv", "snapkv", "adakv", "h2o")
+    ],
     Aim(
         "prefill-drop",
         "prefill",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import Recorder, clock, spread
-from benchmarks.layers import Driver, Tokens, dtype_of, peaked, shape_of
+from benchmarks.layers import QUESTION, Driver, Tokens, dtype_of, peaked, shape_of
 from benchmarks.methods import at_budget
 
 BY = ("geometry", "dtype", "context", "method")
@@ -36,7 +36,7 @@ def run(recorder: Recorder) -> None:
         }
         for name, method in at_budget(settings["budget"], context, names=("full", "snapkv")).items():
             recorder.method(f"{name} at {context}", method)
-            driver = Driver(shape, method, context)
+            driver = Driver(shape, method, context, question=QUESTION)
             driver.prefill(tensors)
             sides[name] = _Ours(driver)
         del tensors

@@ -11,7 +11,19 @@ from typing import Any
 import torch
 
 from benchmarks.common import Recorder, in_turns, spread
-from benchmarks.layers import Default, Driver, Packed, Stepper, Tokens, dtype_of, peaked, read_once, shape_of, storage
+from benchmarks.layers import (
+    QUESTION,
+    Default,
+    Driver,
+    Packed,
+    Stepper,
+    Tokens,
+    dtype_of,
+    peaked,
+    read_once,
+    shape_of,
+    storage,
+)
 from benchmarks.methods import at_budget
 
 BY = ("geometry", "dtype", "backend", "context", "budget", "method")
@@ -52,7 +64,7 @@ def _group(recorder: Recorder, group: dict[str, Any]) -> list[dict[str, Any]]:
     chosen = at_budget(group["budget"], context, prefill_rows=SCORED_ROWS, names=settings["methods"])
     for name, method in chosen.items():
         recorder.method(f"{name} {group['budget']:g}", method)
-        driver = drivers[name] = Driver(shape, method, context, backend=group["backend"])
+        driver = drivers[name] = Driver(shape, method, context, backend=group["backend"], question=QUESTION)
         driver.prefill(tensors)
         sides[name] = Stepper(driver.step, tokens)
         holders[name] = driver

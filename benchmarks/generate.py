@@ -22,7 +22,7 @@ from torch import Tensor
 import foveakv
 from benchmarks import decoders
 from benchmarks.common import Recorder, seeded, spread
-from benchmarks.layers import dtype_of, fill, prompt
+from benchmarks.layers import QUESTION, dtype_of, fill, prompt
 from benchmarks.methods import at_budget
 from foveakv import compat
 from foveakv.compare import storage_nbytes
@@ -229,7 +229,7 @@ class Ours(Side):
     def _fill(self, query: Tensor, keys: Tensor, values: Tensor) -> None:
         with foveakv.compress(self.model, self.method, backend=self.backend) as session:
             self.cache = session.replace(None, {}, inside=False)
-            described = prompt(keys.shape[2], batch=len(keys))
+            described = prompt(keys.shape[2], batch=len(keys), question=QUESTION)
             fill(self.cache, (query, keys, values), described, query.shape[-1] ** -0.5)
 
     @property

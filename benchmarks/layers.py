@@ -18,6 +18,7 @@ from foveakv.cache import CompressedCache
 from foveakv.methods import Method
 from foveakv.prompt import IMAGE, TEXT, PromptMap
 
+QUESTION = 128  # text tokens behind the image, for benchmarks of what follows the prompt
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Tensors = tuple[Tensor, Tensor, Tensor]
 
@@ -70,11 +71,16 @@ def dtype_of(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def prompt(tokens: int, visual_share: float = 0.75, batch: int = 1) -> PromptMap:
-    """Text, one long image, text: the image takes `visual_share` of the tokens and follows an eighth of the text."""
+def prompt(tokens: int, visual_share: float = 0.75, batch: int = 1, question: int | None = None) -> PromptMap:
+    """Text, one long image, text: the image takes `visual_share` of the tokens and follows an eighth of the text.
+
+    With `question`, so much of the text at most follows the image. HAE scores every text token behind an image, so this
+    keeps prompts of 128k tokens affordable where only what comes after them is measured.
+    """
     kinds = torch.full((batch, tokens), TEXT, dtype=torch.int8)
     visual = int(tokens * visual_share)
-    start = (tokens - visual) // 8
+    text = tokens - visual
+    start = text // 8 if question is None else text - min(question, text // 2)
     kinds[:, start : start + visual] = IMAGE
     return PromptMap(kinds)
 
@@ -98,17 +104,24 @@ class Driver:
     """A compressed cache of a few layers, fed as a model would feed it."""
 
     def __init__(
-        self, shape: Shape, method: Method, tokens: int, layers: int = 1, backend: str = "auto", batch: int = 1
+        self,
+        shape: Shape,
+        method: Method,
+        tokens: int,
+        layers: int = 1,
+        backend: str = "auto",
+        batch: int = 1,
+        question: int | None = None,
     ) -> None:
         self.shape = shape
         self.cache = CompressedCache(shape.config(layers), method, backend=backend)
         self.tokens = tokens
-        self.batch = batch
+        self.batch, self.question = batch, question
         self.mask = None
 
     def prefill(self, tensors: Tensors) -> None:
         """Everything the library does after the dense attention of each layer (which is left out)."""
-        fill(self.cache, tensors, prompt(self.tokens, batch=self.batch), self.shape.scaling)
+        fill(self.cache, tensors, prompt(self.tokens, batch=self.batch, question=self.question), self.shape.scaling)
 
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """One decode step of every layer: append and attend. query [B, Hq, 1, D], key and value [B, H, 1, D]."""

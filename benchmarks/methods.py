@@ -34,7 +34,9 @@ def at_budget(
         "fastv": ("fastv", {}),
         "hae": ("hae", {"budget": budget, "target_visual_tokens": kept, **rows}),
         "hae (DAP only)": ("hae", {"ddes": False, "target_visual_tokens": kept}),
+        "hae (64 rows)": ("hae", {"budget": budget, "target_visual_tokens": kept, "prefill_rows": 64}),
         "h2o": ("h2o", {"budget": budget, **rows}),
+        "h2o (64 rows)": ("h2o", {"budget": budget, "prefill_rows": 64}),
         "hybridkv": ("hybridkv", {"budget": budget} | ({"digest_dtype": digest_dtype} if digest_dtype else {})),
     }
     made = {}

@@ -63,7 +63,7 @@ def _each(contents: list[dict[str, Any]], folder: str) -> Iterator[tuple[dict[st
 
 
 def _style(name: str) -> dict[str, Any]:
-    base = name.split(" 1")[0].split(" 2")[0].split(" 6")[0]
+    base = name if name in SIDES else name.split(" ")[0]
     place = SIDES.index(base) if base in SIDES else len(SIDES) - 1
     return {"color": COLOURS[place], "marker": MARKERS[place], "markersize": 5, "linewidth": 1.4}
 
@@ -120,7 +120,7 @@ def _bars(axis: Any, names: list[str], values: list[float], spreads: list[dict[s
     colours = [_style(name.split(" (")[0])["color"] for name in names]
     axis.barh(range(len(names)), values, color=colours, xerr=around, error_kw={"ecolor": "#999999"})
     axis.set_yticks(range(len(names)), names)
-    axis.invert_yaxis()
+    axis.set_ylim(len(names) - 0.5, -0.5)
     axis.grid(True, axis="x", alpha=0.3)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.common import RESULTS
 
+BUDGET = 0.1  # of the decode table
 README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
@@ -16,16 +17,22 @@ BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 def block() -> str:
     """Markdown between the markers: one table per result file, each under the command that made it."""
     parts = []
-    for name, build in (("memory", _memory), ("prefill", _prefill), ("decode", _decode)):
+    machines: dict[str, None] = {}
+    for name, build in (("memory", _memory), ("prefill", _prefill), ("decode_attention", _decode_attention)):
         path = RESULTS / f"{name}.json"
-        if path.exists():
-            content = json.loads(path.read_text())
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf8")) if path.exists() else {}
+        if content.get("complete") and not content["quick"]:
             parts.append(f"`{content['command']}`\n\n{build(content['rows'])}")
+            machine = content["machine"]
+            versions = machine["versions"]
+            machines[
+                f"{machine['cpu']}, {machine['threads']} threads, torch {versions['torch']}, transformers "
+                f"{versions['transformers']}"
+            ] = None
     if parts:
-        machine = content["machine"]
         parts.append(
-            f"{machine['processor']}, {machine['threads']} threads, torch {machine['torch']}, transformers "
-            f"{machine['transformers']}; medians. Raw figures with ranges: `benchmarks/results/`."
+            f"{'; '.join(machines)}; medians. All figures, with plots and with what was aimed for: "
+            "[docs/performance.md](docs/performance.md)."
         )
     return "\n\n".join(parts)
 
@@ -62,25 +69,28 @@ def _memory(rows: list[dict[str, Any]]) -> str:
 
 
 def _prefill(rows: list[dict[str, Any]]) -> str:
-    contexts = sorted({row["context"] for row in rows})
-    head = ["method"]
-    for context in contexts:
-        head += [f"time / plain at {context:,}", "own work"]
+    own = [row for row in rows if row["part"] == "overhead" and row["method"] != "plain"]
+    contexts = sorted({row["context"] for row in own})
+    head = ["method", *[f"own work at {context:,}" for context in contexts]]
     lines = []
-    for name in dict.fromkeys(row["method"] for row in rows):
-        line = [name]
-        for context in contexts:
-            found = [row for row in rows if row["method"] == name and row["context"] == context]
-            line += [f"{found[0]['wall_over_plain']:.2f}", f"{found[0]['own_work_share']:.1%}"] if found else ["", ""]
-        lines.append(line)
+    for name in dict.fromkeys(row["method"] for row in own):
+        found = {row["context"]: row["own_share"] for row in own if row["method"] == name}
+        lines.append([name, *[f"{found[context]:.1%}" if context in found else "" for context in contexts]])
     intro = (
-        "Prefill of a two-layer slice of Qwen2.5-VL-7B's decoder (random weights, fp32), three quarters of the prompt "
-        "visual. `own work` is the library's time after each layer's attention as a share of the plain prefill:"
+        f"Prefill of {own[0]['layers']} layers of a text decoder (random weights), three quarters of it visual: "
+        "the library's time after each layer's attention as a share of a plain prefill."
     )
-    return f"{intro}\n\n{_table(head, lines)}"
+    dropped = [row for row in rows if row["part"] == "drop" and "faster_than_plain" in row]
+    after = "".join(
+        f"\n\nHAE with `drop_hidden_states`, three quarters of the pictures dropped, reads {row['context']:,} tokens "
+        f"{row['faster_than_plain']:.2f} times as fast as the plain model ({row['layers']} layers)."
+        for row in dropped[-1:]
+    )
+    return f"{intro}\n\n{_table(head, lines)}{after}"
 
 
-def _decode(rows: list[dict[str, Any]]) -> str:
+def _decode_attention(rows: list[dict[str, Any]]) -> str:
+    rows = [row for row in rows if row["budget"] == BUDGET]
     contexts = sorted({row["context"] for row in rows})
     head = ["attention + cache update, per layer and token"]
     for context in contexts:
@@ -97,8 +107,8 @@ def _decode(rows: list[dict[str, Any]]) -> str:
             ]
         lines.append(line)
     intro = (
-        f"Decode at a budget of {rows[0]['budget']:.0%}, {rows[0]['geometry']} geometry, against transformers' default "
-        "path and a preallocated full cache with packed query groups (how many times faster):"
+        f"Decode at a budget of {BUDGET:.0%}, {rows[0]['geometry']} geometry, against transformers' default path and a "
+        "preallocated full cache with packed query groups (how many times faster):"
     )
     return f"{intro}\n\n{_table(head, lines)}"
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import Recorder, in_turns, spread
-from benchmarks.layers import Default, Driver, Packed, Stepper, Tokens, dtype_of, peaked, shape_of
+from benchmarks.layers import QUESTION, Default, Driver, Packed, Stepper, Tokens, dtype_of, peaked, shape_of
 from benchmarks.methods import at_budget
 
 BY = ("axis", "context", "batch", "method")
@@ -54,7 +54,7 @@ def _group(recorder: Recorder, axis: str, context: int, batch: int) -> list[dict
             else:
                 label = f"{name} {budget:.0%}" if isinstance(budget, float) else f"{name} {budget} tokens"
             recorder.method(f"{label} at {context}", method)
-            driver = Driver(shape, method, context, backend=settings["backend"], batch=batch)
+            driver = Driver(shape, method, context, backend=settings["backend"], batch=batch, question=QUESTION)
             driver.prefill(tensors)
             sides[label] = Stepper(driver.step, tokens)
     del tensors

@@ -37,13 +37,17 @@ def test_an_aim_is_reached_missed_or_not_measured() -> None:
 
 
 def test_the_worst_method_decides() -> None:
-    rows = [
-        {"part": "overhead", "context": 8192, "method": "hae", "own_share": 0.02},
-        {"part": "overhead", "context": 8192, "method": "h2o", "own_share": 0.31},
-        {"part": "overhead", "context": 8192, "method": "plain"},
-    ]
-    assert AIM["prefill-8k"].check(rows) == (0.31, "highest: h2o", False)
-    assert AIM["prefill-8k"].check(rows[:1]) == (0.02, "highest: hae", True)
+    name = "peak_over_layer_plus_stored"
+    rows = [{"budget": 0.1, "method": "hae", name: 1.0}, {"budget": 0.1, "method": "hybridkv", name: 1.6}]
+    assert AIM["memory-peak"].check(rows) == (1.6, "highest: hybridkv", False)
+    assert AIM["memory-peak"].check(rows[:1]) == (1.0, "highest: hae", True)
+
+
+def test_a_share_is_at_most_its_aim() -> None:
+    rows = [{"part": "overhead", "context": 8192, "method": "hae", "own_share": 0.02}]
+    rows += [{"part": "overhead", "context": 8192, "method": "plain"}]
+    assert AIM["prefill-8k-hae"].check(rows) == (0.02, "hae", True)
+    assert AIM["prefill-8k-h2o"].check(rows) is None
 
 
 def test_flushes_count_in_the_time_per_token() -> None:
