@@ -361,3 +361,32 @@ def test_reasons(tmp_path: Path, variables: dict[str, str], reason: str, monkeyp
     assert "\n" not in found
     assert found in once.state
     assert not [path for path in tmp_path.rglob("*") if path.name != "kernels" and path.name != "build.lock"]
+
+
+# ---- the command line
+
+
+@needs_kernel
+def test_kernels_commands() -> None:
+    from typer.testing import CliRunner
+
+    from foveakv.cli import app
+
+    done = CliRunner().invoke(app, ["kernels", "list"])
+    assert done.exit_code == 0, done.output
+    assert f"ready, {build.instructions()}" in done.stdout
+    done = CliRunner().invoke(app, ["kernels", "build"])
+    assert done.exit_code == 0, done.output
+    assert str(build.find()) in done.stdout
+
+
+def test_kernels_build_says_why_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from foveakv.cli import app
+
+    monkeypatch.setenv("FOVEAKV_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "false")
+    done = CliRunner().invoke(app, ["kernels", "build"])
+    assert done.exit_code == 2
+    assert "the CPU kernel was not built: false failed" in done.stderr

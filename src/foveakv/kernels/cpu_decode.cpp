@@ -275,7 +275,7 @@ template <class T, int G>
 __attribute__((noinline)) void score(const float* query, int64_t stride, const T* const* keys, const T* const* next, int count, int dim,
            float* scores) {
   // Sums of four keys at once where the registers hold them: one horizontal sum then serves four scores.
-  constexpr int K = 4 * G + 4 <= REGISTERS + 1 ? 4 : 2 * G + 2 <= REGISTERS ? 2 : 1;
+  constexpr int K = 4 * G + 4 <= REGISTERS ? 4 : 2 * G + 2 <= REGISTERS ? 2 : 1;
   int k = 0;
   for (; k + K <= count; k += K) score_some<T, G, K>(query, stride, keys, next, k, dim, scores);
   for (; k < count; ++k) score_some<T, G, 1>(query, stride, keys, next, k, dim, scores);
