@@ -126,6 +126,7 @@ def _rows(
                 "faster_than_best_full": medians[fastest] / medians[label],
                 "faster_than_best_full_by_means": min(means[name] for name in full) / means[label],
                 "hit_rate": side.hit_rate,
+                "same_tokens": sum(a == b for a, b in zip(side.made, sides[0].made, strict=True)) / len(side.made),
             }
         )
     return rows
@@ -140,6 +141,7 @@ class Side:
         self.cache: Any = None
         self.first: float | None = None  # seconds to the first token
         self.seconds: list[float] = []
+        self.made: list[list[int]] = []  # the ids of each step
         self.position = 0
         self.token: Tensor = torch.empty(0)
 
@@ -171,6 +173,7 @@ class Side:
             )
             self.token = output.logits[:, -1:].argmax(-1)
             self.seconds.append(time.perf_counter() - start)
+            self.made.append(self.token.flatten().tolist())
             self.position += 1
 
     def _forward(self, **inputs: Any) -> Any:

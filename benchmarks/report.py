@@ -68,7 +68,7 @@ INTROS = {
 
 def write(results: Path, page: Path) -> None:
     """The page, and its plots in a folder of its name beside it."""
-    contents = [content for content in common.read(results) if content["benchmark"] in TITLES]
+    contents = [content for content in common.read(results) if content.get("benchmark") in TITLES]
     page.parent.mkdir(parents=True, exist_ok=True)
     folder = page.parent / page.stem
     plots = {}

@@ -82,10 +82,16 @@ def test_report_builds_from_nothing(tmp_path: Path) -> None:
 def test_the_committed_page_is_in_step_with_the_committed_files() -> None:
     pytest.importorskip("matplotlib")
     page = Path(__file__).parents[1] / "docs" / "performance.md"
-    contents = [content for content in common.read() if content["benchmark"] in report.TITLES]
+    contents = [content for content in common.read() if content.get("benchmark") in report.TITLES]
     from benchmarks.plots import captions
 
     assert page.read_text() == report.text(contents, captions(contents, page.stem))
+
+
+def test_full_paths_of_whole_models_generate_the_same(results: Path) -> None:
+    rows = json.loads((results / "generate.json").read_text())["rows"]
+    same = {row["method"]: row["same_tokens"] for row in rows}
+    assert same["transformers default"] == same["StaticCache"] == same["full"] == 1
 
 
 @pytest.mark.slow
