@@ -144,10 +144,10 @@ def test_no_number_is_further_than_half_a_step(case: tuple[str, Tensor, Tensor])
     assert bool(((codes.decode_values(rows) - numbers).abs() <= bound).all())
     # The range of a token is hardly wider than its numbers: float16 rounds by at most 2^-10, or 2^-24 near zero.
     low, high = numbers.aminmax(dim=-1)
-    assert bool((zero <= low).all())
-    assert bool((zero >= low - low.abs() * 2**-9 - 2**-23).all())
+    assert bool(((zero <= low) | (zero - low <= 2**-25)).all())
+    assert bool((zero >= low - low.abs() * 2**-10 - 2**-24).all())
     assert bool((zero + scale * codes.levels >= high - high.abs() * EPS).all())
-    widest = (high - low) + low.abs() * 2**-9 + 2**-23
+    widest = (high - low) + low.abs() * 2**-10 + 2**-24
     assert bool((scale * codes.levels <= widest * (1 + 2**-9) + codes.levels * 2**-23).all())
 
 
@@ -162,12 +162,6 @@ def test_decoded_keys_have_the_same_codes(case: tuple[str, Tensor, Tensor]) -> N
     fine = (codes.key_scale > codes.key_zero.abs() * 2**-18)[:, None]  # float32 can tell its codes apart
     again = every_run(codes, codes.encode_keys(decoded))
     assert torch.equal(again.where(fine, 0), decoded.where(fine, 0))
-    lone = codes.decode_values(codes.encode_values(values))
-    scale, _ = codes.value_scales(codes.encode_values(values))
-    # A token's range may shrink when its ends were rounded: another half step at most.
-    twice = codes.decode_values(codes.encode_values(lone))
-    bound = scale[..., None] * 0.51 + lone.abs().amax(-1, keepdim=True) * EPS
-    assert bool(((twice - lone).abs() <= bound).all())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -241,13 +235,14 @@ def test_what_is_not_finite_stays_with_its_token(kind: str, dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_numbers_beyond_float16_become_its_ends(kind: str) -> None:
-    values = torch.tensor([[-1e9, 0.0, 1e9, 5.0], [7e4, 8e4, 9e4, 1e5], [-7e4, -8e4, -9e4, -1e5]])
+def test_very_large_numbers(kind: str) -> None:
+    """Up to 65504 downwards and some multiple of it upwards there is a scale; beyond, a token is NaN and says so."""
+    values = torch.tensor([[-65504.0, 0, 65504, 5], [6e4, 8e4, 9e4, 1e5], [-1e5, 0, 0, 0], [7e4] * 4, [0, 0, 0, 1e38]])
     codes = of(kind, torch.zeros(1, 1, 1, 4), values)
-    decoded = codes.decode_values(codes.encode_values(values))
-    step = 2 * 65504 / codes.levels
-    assert bool(((decoded - values.clamp(-65504, 65504)).abs() <= step / 2 * 1.01).all())
-    assert decoded[1:].abs().unique().tolist() == [65504.0]
+    rows = codes.encode_values(values)
+    decoded, scale = codes.decode_values(rows), codes.value_scales(rows)[0][:, None]
+    assert bool(((decoded - values).abs() <= scale / 2 * 1.001)[:2].all())
+    assert torch.isnan(decoded[2:]).all()
     keys = torch.tensor([3e38, -3e38, 0.0, 1.0]).view(1, 1, 4, 1).expand(-1, -1, -1, 4)
     codes = of(kind, keys, values)
     assert torch.isfinite(every_run(codes, codes.encode_keys(flat(keys)))).all()
@@ -255,12 +250,13 @@ def test_numbers_beyond_float16_become_its_ends(kind: str) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.floats(-65504, 65504, width=32), min_size=1, max_size=20))
-def test_rounding_to_float16_in_one_direction(numbers: list[float]) -> None:
+def test_rounding_down_to_float16(numbers: list[float]) -> None:
     given_ = torch.tensor(numbers, dtype=torch.float32)
-    for got, sign in ((module._down(given_), 1), (module._up(given_), -1)):
-        assert torch.equal(got.half().float(), got)
-        assert bool((sign * got <= sign * given_).all())
-        assert bool(((got - given_).abs() <= given_.abs() * 2**-9 + 2**-23).all())
+    got = module._down(given_)
+    normal = got.abs() >= 2**-14
+    assert torch.equal(got.half().float()[normal], got[normal])
+    assert bool((got <= given_).all())
+    assert bool(((got.half().float() - given_).abs() <= given_.abs() * 2**-10 + 2**-24).all())
 
 
 # ---- pieces, runs, mistakes

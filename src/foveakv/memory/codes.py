@@ -23,7 +23,6 @@ from foveakv.errors import MethodError
 
 LEVELS = {"int8": 255, "int4": 15}  # the highest code
 MARGIN = {"int8": 0.125, "int4": 0.0}  # a key channel's range is widened by this share on both sides, for later tokens
-_LARGEST = 65504.0  # of float16
 _TAIL = 4  # bytes of scale and zero behind a row of values
 
 
@@ -113,8 +112,9 @@ class Codes:
         """values [..., Dv], any float dtype -> uint8 [..., V].
 
         The zero is the token's lowest number rounded down, and the scale reaches its highest rounded up, so that every
-        number is at most scale / 2 from its code's. A token whose numbers are all the same float16 is exact. A token
-        with a NaN or an infinity decodes to NaN in all its channels; finite numbers beyond float16 become its end.
+        number is at most scale / 2 from its code's. A token whose numbers are all the same float16 is exact. Where a
+        NaN, an infinity or a lowest number beyond float16 (65504) leaves no usable zero and scale, all channels of the
+        token decode to NaN.
         """
         if values.numel() <= _at_once(values):
             return self._values_to_codes(values)
@@ -148,13 +148,11 @@ class Codes:
 
     def _values_to_codes(self, values: Tensor) -> Tensor:
         numbers = values.detach().to(torch.float32)
-        low, high = numbers.aminmax(dim=-1, keepdim=True)
-        # inf - inf and NaN - NaN are NaN: what is not finite marks the whole row.
-        poison = (high - high) + (low - low)
-        zero = _down(low.clamp(-_LARGEST, _LARGEST))
-        scale = _up((high.clamp_(-_LARGEST, _LARGEST) - zero).div_(self.levels))
+        zero = _down(numbers.amin(-1, keepdim=True)).to(torch.float16)
+        # A little more than the range, so that rounding to float16 never gives less.
+        scale = (numbers.amax(-1, keepdim=True) - zero).mul_((1 + 2**-10) / self.levels).add_(2**-24).to(torch.float16)
         codes = self._close((numbers - zero).div_(scale))
-        tail = torch.cat((scale, zero.add_(poison)), -1).to(torch.float16).view(torch.uint8)
+        tail = torch.cat((scale, zero), -1).view(torch.uint8)
         return torch.cat((codes, tail), -1)
 
     def _close(self, steps: Tensor) -> Tensor:
@@ -192,17 +190,9 @@ def _parts(rows: Tensor) -> Iterator[slice]:
 
 
 def _down(numbers: Tensor) -> Tensor:
-    """Float32 numbers of float16's range -> the next float16 that is not above, as float32."""
-    nearest = numbers.to(torch.float16).to(torch.float32)
-    below = (numbers - numbers.abs() * 2**-10 - 2**-24).clamp_min_(-_LARGEST).to(torch.float16).to(torch.float32)
-    return torch.where(nearest > numbers, below, nearest)
-
-
-def _up(numbers: Tensor) -> Tensor:
-    """Float32 numbers -> the next float16 that is not below, as float32."""
-    nearest = numbers.to(torch.float16).to(torch.float32)
-    above = (numbers + numbers.abs() * 2**-10 + 2**-24).clamp_max_(_LARGEST).to(torch.float16).to(torch.float32)
-    return torch.where(nearest < numbers, above, nearest)
+    """Float32 numbers, rounded down to as many bits as float16 has; the fewer bits below 2^-14 are left to float16."""
+    bits = numbers.view(torch.int32)
+    return ((bits >> 31) & 0x1FFF).add_(bits).bitwise_and_(-0x2000).view(torch.float32)
 
 
 def _ranges(keys: Tensor, real: Tensor | None) -> tuple[Tensor, ...]:
@@ -213,7 +203,7 @@ def _ranges(keys: Tensor, real: Tensor | None) -> tuple[Tensor, ...]:
     batch, heads, columns, dim = keys.shape
     most = torch.finfo(torch.float32).max / 8
     if columns and (real is None or bool(real.all())):
-        low, high = keys.aminmax(dim=2)
+        low, high = keys.amin(2), keys.amax(2)  # several times faster than aminmax
         if bool(torch.isfinite(low).all()) and bool(torch.isfinite(high).all()):
             return tuple(bound.to(torch.float32).clamp(-most, most).view(-1, dim) for bound in (low, high))
     low = keys.new_full((batch, heads, dim), torch.inf, dtype=torch.float32)
