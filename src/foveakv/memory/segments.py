@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from foveakv.memory.codes import Codes, Exact
 from foveakv.memory.rows import alike, flat, moves, shift, take
 
 _CPU = torch.device("cpu")
@@ -33,6 +34,8 @@ class Runs:
     uniform: bool  # every run has max_length slots and starts at r * (N // R): dense views exist
     start_host: Tensor | None = None  # CPU copies of start and length: planning needs no device synchronisation
     length_host: Tensor | None = None
+    codes: Codes | None = None  # how uint8 rows are to be read; None: rows are numbers
+    exact: Exact | None = None  # full-precision copies of some slots, to be used in place of their codes
 
 
 def slack(length: int) -> int:
