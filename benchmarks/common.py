@@ -42,11 +42,12 @@ def clock(run: Callable[[], Any]) -> float:
 
 
 def spread(seconds: list[float], scale: float = 1e3) -> dict[str, float]:
-    """Median, quartiles, range and count, in milliseconds."""
+    """Median, mean, quartiles, range and count, in milliseconds."""
     ordered = [value * scale for value in sorted(seconds)]
     low, middle, high = statistics.quantiles(ordered, n=4, method="inclusive") if len(ordered) > 1 else ordered * 3
     return {
         "median": middle,
+        "mean": statistics.fmean(ordered),
         "q1": low,
         "q3": high,
         "low": ordered[0],

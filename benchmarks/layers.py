@@ -222,12 +222,16 @@ class Tokens:
         self._query = self._draw(shape.query_heads)
 
     def __getitem__(self, step: int) -> Tensors:
-        while len(self.made) <= step:
+        self.draw(step + 1)
+        return self.made[step]
+
+    def draw(self, count: int) -> None:
+        """Makes the first `count` tokens, so that no side pays for them."""
+        while len(self.made) < count:
             fresh = self._draw(self.shape.query_heads)
             self._query = self.correlation * self._query + (1 - self.correlation**2) ** 0.5 * fresh
             key, value = self._draw(self.shape.kv_heads), self._draw(self.shape.kv_heads)
             self.made.append((self._query.to(self.dtype), key.to(self.dtype), value.to(self.dtype)))
-        return self.made[step]
 
 
 class Stepper:

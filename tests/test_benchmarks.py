@@ -150,7 +150,7 @@ def test_rows_name_their_group(tmp_path: Path) -> None:
 
 def test_spread() -> None:
     found = common.spread([0.001, 0.002, 0.003, 0.004, 0.005])
-    assert found == pytest.approx({"median": 3, "q1": 2, "q3": 4, "low": 1, "high": 5, "runs": 5})
+    assert found == pytest.approx({"median": 3, "mean": 3, "q1": 2, "q3": 4, "low": 1, "high": 5, "runs": 5})
     assert common.spread([0.002])["median"] == common.spread([0.002])["q3"] == 2
 
 

@@ -15,7 +15,8 @@ AIM = {aim.name: aim for aim in AIMS}
 
 def decode_row(method: str, **fields: Any) -> dict[str, Any]:
     shared = {"geometry": "qwen2.5-vl-7b", "dtype": "fp32", "context": 32768, "budget": 0.1}
-    return {**shared, "method": method, "faster_than_packed": 1.0, "read_share": 0.5, "load": 0.0, **fields}
+    row = {**shared, "method": method, "faster_than_packed": 1.0, "read_share": 0.5, "load": 0.0, **fields}
+    return {"faster_than_packed_by_means": row["faster_than_packed"], **row}
 
 
 def content(name: str, rows: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
@@ -34,6 +35,11 @@ def test_an_aim_is_reached_missed_or_not_measured() -> None:
     assert aim.check([decode_row("hae", budget=0.2)]) is None
     assert aim.check([decode_row("hae", faster_than_packed=8.0)]) == (8.0, "hae", True)
     assert aim.check([decode_row("hae", faster_than_packed=7.9)]) == (7.9, "hae", False)
+    assert aim.check([decode_row("hae", faster_than_packed=9.0, faster_than_packed_by_means=7.0)]) == (
+        7.0,
+        "hae",
+        False,
+    )
 
 
 def test_the_worst_method_decides() -> None:
