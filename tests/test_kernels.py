@@ -45,16 +45,19 @@ def make(
     return runs
 
 
-def agree(query: torch.Tensor, runs: Runs, mask: torch.Tensor | None, paths: dict[str, Callable] = PATHS) -> None:
+def agree(
+    query: torch.Tensor, runs: Runs, mask: torch.Tensor | None, paths: dict[str, Callable] = PATHS,
+    other: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     scaling = query.shape[-1] ** -0.5
     tolerance = TOLERANCE[query.dtype]
-    want, want_mass, want_lse = reference.attend(query, runs, scaling, mask, True, True)
+    want, want_mass, want_lse = reference.attend(query, runs, scaling, mask, True, True, other)
     assert want_mass is not None
     assert want_lse is not None
     assert not want.isnan().any()
     for name, path in paths.items():
         for need_mass, need_lse in ((False, False), (False, True), (True, True)):
-            got, mass, lse = path(query, runs, scaling, mask, need_mass=need_mass, need_lse=need_lse)
+            got, mass, lse = path(query, runs, scaling, mask, need_mass=need_mass, need_lse=need_lse, other_lse=other)
             assert got.shape == want.shape
             assert got.dtype == query.dtype
             # allclose is False wherever a NaN came through
@@ -96,9 +99,30 @@ def cases(draw: st.DrawFn) -> tuple[torch.Tensor, Runs, torch.Tensor | None]:
 
 
 @settings(max_examples=80, deadline=None)
-@given(cases())
-def test_all_paths_agree(case: tuple[torch.Tensor, Runs, torch.Tensor | None]) -> None:
-    agree(*case)
+@given(cases(), st.booleans())
+def test_all_paths_agree(case: tuple[torch.Tensor, Runs, torch.Tensor | None], beside: bool) -> None:
+    query = case[0]
+    other = None
+    if beside:
+        other = torch.randn(query.shape[:3], dtype=query.dtype) * 3
+        other[:, ::2] = -torch.inf
+    agree(*case, other=other)
+
+
+def test_halves_that_know_of_each_other_add_up() -> None:
+    """Given the other half's log-sum-exp, outputs add up to the whole, and so does the mass."""
+    runs = make(torch.tensor([[40, 90]]))
+    query = torch.randn(1, 6, 2, D, dtype=torch.float64)
+    mask = torch.rand(1, 2, 2, 90) < 0.5
+    want = attend(query, runs, 0.3, need_mass=True, need_lse=True)
+    for name, path in PATHS.items():
+        sums = [path(query, runs, 0.3, part, need_lse=True).lse for part in (mask, ~mask)]
+        one = path(query, runs, 0.3, mask, need_mass=True, need_lse=True, other_lse=sums[1])
+        two = path(query, runs, 0.3, ~mask, need_mass=True, need_lse=True, other_lse=sums[0])
+        assert torch.allclose(one.out + two.out, want.out), name
+        assert torch.allclose(one.mass + two.mass, want.mass), name
+        assert torch.allclose(one.lse, want.lse), name
+        assert torch.allclose(two.lse, want.lse), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -207,5 +231,7 @@ def test_wrong_use_is_explained() -> None:
         decode_attention(query, runs, 0.3, backend="fast")
     with pytest.raises(ValueError, match="mask must be"):
         decode_attention(query, runs, 0.3, torch.ones(1, 1, 1, 8, dtype=torch.bool))
+    with pytest.raises(ValueError, match="other_lse must be"):
+        attend(query, runs, 0.3, other_lse=torch.zeros(1, 4))
     with pytest.raises(ValueError, match="does not fit"):
         decode_attention(query[:, :3], runs, 0.3)

@@ -4,10 +4,10 @@
 
 | device | storage | backend |
 |---|---|---|
-| CPU | float32, bfloat16, float16 | `cpu` if its kernel can be built and loaded here, else `blocks` |
+| CPU | float32, bfloat16, float16, codes | `cpu` if its kernel can be built and loaded here, else `blocks` |
 | CPU, more than 48 query rows (G * q) per KV head, no mass wanted | any | `blocks`: that is a matrix product's work |
-| CPU | float64 | `blocks` |
-| CUDA | any that it reads | `triton` where triton is installed, else `blocks` |
+| CPU | float64, or codes with float64 queries | `blocks` |
+| CUDA | the same, head dims up to 256 | `triton` where triton is installed, else `blocks` |
 | other | any | `blocks` |
 """
 
@@ -17,6 +17,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,22 +25,18 @@ from torch import Tensor
 from foveakv.errors import MethodError
 from foveakv.kernels import blocks, reference
 from foveakv.kernels.contract import Attended
+from foveakv.kernels.exact import attend_with_copies
 from foveakv.memory.segments import Runs
 
-Backend = Callable[[Tensor, Runs, float, Tensor | None, bool, bool], Attended]
+Backend = Callable[..., Attended]  # (query, runs, scaling, mask, need_mass, need_lse, other_lse), see `attend`
 
 
-def _cpu(
-    query: Tensor, runs: Runs, scaling: float, mask: Tensor | None = None, mass: bool = False, lse: bool = False
-) -> Attended:
-    return _module("cpu").attend(query, runs, scaling, mask, mass, lse)
+def _cpu(*arguments: Any) -> Attended:
+    return _module("cpu").attend(*arguments)
 
 
-def _triton(
-    query: Tensor, runs: Runs, scaling: float, mask: Tensor | None = None, mass: bool = False, lse: bool = False
-) -> Attended:
-    out, spent, sums = _module("triton_decode").attend_with_lse(query, runs, scaling, mask, mass)
-    return Attended(out, spent, sums if lse else None)
+def _triton(*arguments: Any) -> Attended:
+    return _module("triton_decode").attend(*arguments)
 
 
 # The one seam for further kernels: a row here, a line in `problem` if it cannot be used everywhere, and where it
@@ -50,6 +47,7 @@ BACKENDS: dict[str, Backend] = {
     "cpu": _cpu,
     "triton": _triton,
 }
+READS_COPIES = ("cpu",)  # these read `runs.exact` themselves; for the others `attend_with_copies` does
 MOST_ROWS_CPU = 48  # measured: even in float32 near 60 rows; in bfloat16, on a processor with AMX, from 20 on
 _warned = False
 
@@ -68,7 +66,7 @@ def choose(query: Tensor, runs: Runs, *, need_mass: bool = False) -> str:
     global _warned
     if query.device.type == "cuda":
         triton = _module("triton_decode")
-        return "triton" if query.dtype in triton.DTYPES and triton.available() else "blocks"
+        return "triton" if triton.supports(query, runs) and triton.available() else "blocks"
     if query.device.type != "cpu":
         return "blocks"
     cpu = _module("cpu")
@@ -93,16 +91,21 @@ def attend(
     *,
     need_mass: bool = False,
     need_lse: bool = False,
+    other_lse: Tensor | None = None,
     backend: str = "auto",
 ) -> Attended:
     """Attention of q new tokens over every stored slot of their run.
 
     query [B, Hq, q, D], RoPE applied; query head i reads KV head i // (Hq // H).
     mask bool [B, 1 or H, q, M] in padded run coordinates, True = may attend; None = every stored slot.
+    other_lse [B, Hq, q]: the log-sum-exp of what every query attends to elsewhere. out and mass are then the share of
+    these runs in the whole, and the log-sum-exp is that of both together.
 
     Returns out [B, Hq, q, Dv] in the query's dtype; with `need_mass` the attention probabilities summed over the
     query group and the q queries: mass [B, H, M] float32 (float64 for float64 queries), 0 beyond a run; with `need_lse`
     the natural log-sum-exp of the scaled scores, [B, Hq, q] in the dtype of the mass.
+    Runs with `codes` hold keys and values as codes, and with `exact` full-precision copies of some, which are read in
+    place of the codes.
     A query that may attend to nothing gets 0, and -inf as its log-sum-exp. Sixteen-bit storage accumulates in float32.
     No gradients: what is stored was detached from its graph, and pieces merged by log-sum-exp would give wrong ones.
 
@@ -120,12 +123,16 @@ def attend(
         or mask.shape[2:] != (q, runs.max_length)
     ):
         raise ValueError(f"mask must be [{batch}, 1 or {runs.heads}, {q}, {runs.max_length}], got {tuple(mask.shape)}")
+    if other_lse is not None and other_lse.shape != query.shape[:3]:
+        raise ValueError(f"other_lse must be {list(query.shape[:3])}, got {list(other_lse.shape)}")
     name = choose(query, runs, need_mass=need_mass) if backend == "auto" else backend
     if name not in BACKENDS:
         raise MethodError(f"no attention backend {backend!r}; choose 'auto' or one of {sorted(BACKENDS)}")
     if mask is not None and mask.shape[0] != batch:
         mask = mask.expand(batch, -1, -1, -1)
-    return BACKENDS[name](query, runs, scaling, mask, need_mass, need_lse)
+    if runs.exact is not None and name not in READS_COPIES:
+        return attend_with_copies(BACKENDS[name], query, runs, scaling, mask, need_mass, need_lse, other_lse)
+    return BACKENDS[name](query, runs, scaling, mask, need_mass, need_lse, other_lse)
 
 
 def decode_attention(

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foveakv.kernels.contract import Attended
+from foveakv.kernels.contract import Attended, precision, safe, share, value_dim
 from foveakv.memory.segments import Runs, dense
 
 # Ragged runs are copied into one padded batch while that is cheaper than more calls: on a CPU while the keys of a run
@@ -37,18 +37,22 @@ def attend(
     mask: Tensor | None = None,
     need_mass: bool = False,
     need_lse: bool = False,
+    other_lse: Tensor | None = None,
 ) -> Attended:
     """See `foveakv.kernels.attend` for shapes."""
+    if runs.codes is not None:  # decoded run by run
+        found = attend_strips(query.to(precision(query)), runs, scaling, mask, need_mass, need_lse, other_lse)
+        return found._replace(out=found.out.to(query.dtype))
     if query.device.type != "cpu":
         few = runs.uniform or runs.max_length <= PADDED_SLOTS
-        return (attend_whole if few else attend_tiles)(query, runs, scaling, mask, need_mass, need_lse)
+        return (attend_whole if few else attend_tiles)(query, runs, scaling, mask, need_mass, need_lse, other_lse)
     if runs.uniform:
         # One call gives every run to one thread; long runs on a machine with more threads than runs are cut.
         idle = torch.get_num_threads() > runs.batch * runs.heads and runs.max_length >= 4 * SHORTEST_STRIP
         whole = need_mass or not idle
     else:
         whole = runs.max_length * runs.keys.shape[1] * runs.keys.element_size() <= PADDED_BYTES_CPU
-    return (attend_whole if whole else attend_strips)(query, runs, scaling, mask, need_mass, need_lse)
+    return (attend_whole if whole else attend_strips)(query, runs, scaling, mask, need_mass, need_lse, other_lse)
 
 
 def attend_whole(
@@ -58,16 +62,18 @@ def attend_whole(
     mask: Tensor | None = None,
     need_mass: bool = False,
     need_lse: bool = False,
+    other_lse: Tensor | None = None,
 ) -> Attended:
     """All runs in one call: dense views of uniform runs, a padded copy of ragged ones."""
     if runs.max_length == 0:
-        return _nothing(query, runs, need_mass, need_lse)
+        return _nothing(query, runs, need_mass, need_lse, other_lse)
     packed = _pack(query, runs.heads)
     keys, values, stored = (*dense(runs), None) if runs.uniform else _padded(runs)
     allowed = None if mask is None else _pack_mask(mask, packed.shape[2])
     if stored is not None:
         allowed = stored if allowed is None else allowed & stored
-    out, mass, lse = _whole(packed, keys, values, scaling, allowed, need_mass, need_lse)
+    other = None if other_lse is None else other_lse.reshape(packed.shape[:3])
+    out, mass, lse = _whole(packed, keys, values, scaling, allowed, need_mass, need_lse, other)
     return Attended(out.reshape(*query.shape[:3], -1), mass, None if lse is None else lse.reshape(query.shape[:3]))
 
 
@@ -78,19 +84,23 @@ def attend_strips(
     mask: Tensor | None = None,
     need_mass: bool = False,
     need_lse: bool = False,
+    other_lse: Tensor | None = None,
     *,
     threads: int | None = None,
     shortest: int = SHORTEST_STRIP,
 ) -> Attended:
     """One call per run, in place; with several threads up to two strips of a run for each, merged at the end."""
     if runs.max_length == 0:
-        return _nothing(query, runs, need_mass, need_lse)
+        return _nothing(query, runs, need_mass, need_lse, other_lse)
     packed = _pack(query, runs.heads)
     batch, heads, n, _ = packed.shape
     rows = packed.view(batch * heads, n, -1)
-    out = query.new_zeros(batch * heads, n, runs.values.shape[-1])
-    mass = torch.zeros(len(rows), runs.max_length, dtype=_precision(query), device=query.device) if need_mass else None
-    lse = torch.full((len(rows), n), -torch.inf, dtype=_precision(query), device=query.device) if need_lse else None
+    out = query.new_zeros(batch * heads, n, value_dim(runs))
+    mass = torch.zeros(len(rows), runs.max_length, dtype=precision(query), device=query.device) if need_mass else None
+    lse = torch.full((len(rows), n), -torch.inf, dtype=precision(query), device=query.device) if need_lse else None
+    other = None if other_lse is None else other_lse.reshape(batch * heads, n)
+    if lse is not None and other is not None:
+        lse.copy_(other)
     allowed = None
     if mask is not None:
         allowed = _pack_mask(mask, n).expand(batch, heads, -1, -1).reshape(batch * heads, -1, runs.max_length)
@@ -103,14 +113,19 @@ def attend_strips(
         if stored == 0:
             continue
         keys, values = runs.keys[first : first + stored], runs.values[first : first + stored]
+        if runs.codes is not None:
+            keys = runs.codes.decode_keys(keys, run).to(query.dtype)
+            values = runs.codes.decode_values(values).to(query.dtype)
         visible = None if allowed is None else allowed[run, :, :stored]
         count = 1 if need_mass else max(1, min(most, stored // shortest))
         if count == 1:
             # Four dimensions: with fewer, PyTorch falls back to a path that copies the keys.
             visible = None if visible is None else visible[None, None]
+            beside = None if other is None else other[None, None, run]
             got, got_mass, got_lse = _whole(
-                rows[None, None, run], keys[None, None], values[None, None], scaling, visible, need_mass, need_lse
-            )
+                rows[None, None, run], keys[None, None], values[None, None], scaling, visible, need_mass, need_lse,
+                beside,
+            )  # fmt: skip
             out[run] = got[0, 0]
             if lse is not None and got_lse is not None:
                 lse[run] = got_lse[0, 0]
@@ -137,6 +152,9 @@ def attend_strips(
         outs, sums = (torch.cat(parts) for parts in zip(*strips, strict=True))
         merged, merged_lse = _merge(outs, sums, torch.tensor(owners, device=query.device), len(rows))
         split = torch.tensor(sorted(set(owners)), device=query.device)
+        if other is not None:
+            portion, merged_lse = share(merged_lse, other)
+            merged = merged * portion[..., None]
         out.index_copy_(0, split, merged[split].to(out.dtype))
         if lse is not None:
             lse.index_copy_(0, split, merged_lse[split].to(lse.dtype))
@@ -152,12 +170,13 @@ def attend_tiles(
     mask: Tensor | None = None,
     need_mass: bool = False,
     need_lse: bool = False,
+    other_lse: Tensor | None = None,
     *,
     tile: int | None = None,
 ) -> Attended:
     """Two batched calls whatever the number of runs: whole tiles in place, the ends of the runs gathered."""
     if runs.max_length == 0:
-        return _nothing(query, runs, need_mass, need_lse)
+        return _nothing(query, runs, need_mass, need_lse, other_lse)
     packed = _pack(query, runs.heads)
     batch, heads, n, dim = packed.shape
     total = batch * heads
@@ -179,23 +198,28 @@ def attend_tiles(
         results.append((owner, slots, out, lse, scores))
     owners, _, outs, sums, _ = zip(*results, strict=True)
     out, lse = _merge(torch.cat(outs), torch.cat(sums), torch.cat(owners), total)
+    if other_lse is not None:
+        part, lse = share(lse, other_lse.reshape(lse.shape))
+        out = out * part[..., None]
     mass = None
     if need_mass:
         flat = lse.new_zeros(total * runs.max_length)
         for owner, slots, _, _, scores in results:
             assert scores is not None  # asked for above
-            probabilities = torch.exp(scores - _safe(lse)[owner][..., None]).sum(1)  # [P, T]; padding adds exact zeros
+            probabilities = torch.exp(scores - safe(lse)[owner][..., None]).sum(1)  # [P, T]; padding adds exact zeros
             flat.index_add_(0, (owner[:, None] * runs.max_length + slots).view(-1), probabilities.view(-1))
         mass = flat.view(batch, heads, runs.max_length)
     out = out.to(query.dtype).view(*query.shape[:3], -1)
     return Attended(out, mass, lse.view(query.shape[:3]) if need_lse else None)
 
 
-def _nothing(query: Tensor, runs: Runs, need_mass: bool, need_lse: bool) -> Attended:
+def _nothing(query: Tensor, runs: Runs, need_mass: bool, need_lse: bool, other_lse: Tensor | None) -> Attended:
     """No run stores anything: zeros, and an empty mass."""
-    mass = torch.zeros(runs.batch, runs.heads, 0, dtype=_precision(query), device=query.device)
-    lse = torch.full(query.shape[:3], -torch.inf, dtype=_precision(query), device=query.device)
-    out = query.new_zeros(*query.shape[:3], runs.values.shape[-1])
+    mass = torch.zeros(runs.batch, runs.heads, 0, dtype=precision(query), device=query.device)
+    lse = torch.full(query.shape[:3], -torch.inf, dtype=precision(query), device=query.device)
+    if other_lse is not None:
+        lse.copy_(other_lse)
+    out = query.new_zeros(*query.shape[:3], value_dim(runs))
     return Attended(out, mass if need_mass else None, lse if need_lse else None)
 
 
@@ -210,10 +234,6 @@ def _on_host(runs: Runs) -> tuple[Tensor, Tensor]:
     start = runs.start.cpu() if runs.start_host is None else runs.start_host
     length = runs.length.cpu() if runs.length_host is None else runs.length_host
     return start, length
-
-
-def _precision(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
 def _pack_mask(mask: Tensor, n: int) -> Tensor:
@@ -248,33 +268,42 @@ def _whole(
     allowed: Tensor | None,
     need_mass: bool,
     need_lse: bool,
+    other_lse: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Attention in one piece: query [B, H, n, D], keys [B, H, M, D], allowed bool, broadcastable to [B, H, n, M].
+
+    other_lse [B, H, n] or None.
 
     Returns out [B, H, n, Dv], mass [B, H, M] and log-sum-exp [B, H, n], the latter two where needed.
     """
     mass = lse = None
     if (
-        need_mass or need_lse or (keys.device.type == "cpu" and keys.shape[-1] != values.shape[-1])
+        need_mass
+        or need_lse
+        or other_lse is not None
+        or (keys.device.type == "cpu" and keys.shape[-1] != values.shape[-1])
     ):  # no fused kernel for those
         scores = _scores(query, keys, scaling, allowed)
         probabilities = scores.softmax(-1)
         if allowed is not None:
             probabilities = probabilities.masked_fill(~allowed.any(-1, keepdim=True), 0)
+        lse = scores.logsumexp(-1) if need_lse or other_lse is not None else None
+        if lse is not None and other_lse is not None:
+            part, lse = share(lse, other_lse)
+            probabilities = probabilities * part[..., None]
         out = probabilities @ values.to(probabilities.dtype)
         mass = probabilities.sum(-2) if need_mass else None
-        lse = scores.logsumexp(-1) if need_lse else None
     else:
         out = F.scaled_dot_product_attention(query, keys, values, attn_mask=allowed, scale=scaling)
     if allowed is not None:
         out = out.masked_fill(~allowed.any(-1, keepdim=True), 0)
-    return out.to(query.dtype), mass, lse
+    return out.to(query.dtype), mass, lse if need_lse else None
 
 
 def _scores(query: Tensor, keys: Tensor, scaling: float, allowed: Tensor | None) -> Tensor:
     """Scaled scores [..., n, M] in float32 or float64, -inf where not allowed."""
-    precision = _precision(query)
-    scores = (query.to(precision) * scaling) @ keys.to(precision).transpose(-1, -2)
+    dtype = precision(query)
+    scores = (query.to(dtype) * scaling) @ keys.to(dtype).transpose(-1, -2)
     return scores if allowed is None else scores.masked_fill(~allowed, -torch.inf)
 
 
@@ -293,19 +322,14 @@ def _piece(
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query[:, None], keys[:, None], values[:, None], 0.0, False, attn_mask=bias, scale=scaling
         )
-        out, lse = out[:, 0].to(_precision(query)), lse.reshape(query.shape[:2])
+        out, lse = out[:, 0].to(precision(query)), lse.reshape(query.shape[:2])
         if allowed is not None:  # the call reports 0 for rows that see nothing
             lse = lse.masked_fill(~allowed.any(-1), -torch.inf)
         return out, lse, None
     scores = _scores(query, keys, scaling, allowed)
     lse = scores.logsumexp(-1)
-    out = torch.exp(scores - _safe(lse)[..., None]) @ values.to(scores.dtype)
+    out = torch.exp(scores - safe(lse)[..., None]) @ values.to(scores.dtype)
     return out, lse, scores if need_scores else None
-
-
-def _safe(lse: Tensor) -> Tensor:
-    """Log-sum-exp that can be subtracted: rows that see nothing become 0, so that exp(-inf - 0) is 0 and not NaN."""
-    return lse.masked_fill(lse == -torch.inf, 0)
 
 
 def _tile_size(runs: Runs) -> int:
@@ -389,7 +413,7 @@ def _merge(out: Tensor, lse: Tensor, owner: Tensor, total: int) -> tuple[Tensor,
     n = lse.shape[1]
     index = owner[:, None].expand(-1, n)
     top = lse.new_full((total, n), -torch.inf).scatter_reduce_(0, index, lse, "amax")
-    weight = torch.exp(lse - _safe(top)[owner])
+    weight = torch.exp(lse - safe(top)[owner])
     # where, not a product: rows that see nothing may hold NaN. A NaN that is stored has a NaN weight and gets through.
     parts = torch.where(weight[..., None] == 0, 0, out * weight[..., None])
     summed = out.new_zeros(total, n, out.shape[-1]).index_add_(0, owner, parts)

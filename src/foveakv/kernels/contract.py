@@ -1,10 +1,13 @@
-"""What every backend of `foveakv.kernels` gives back."""
+"""What every backend of `foveakv.kernels` gives back, and what they share."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from foveakv.memory.segments import Runs
 
 
 class Attended(NamedTuple):
@@ -15,3 +18,24 @@ class Attended(NamedTuple):
     lse: Tensor | None = (
         None  # [B, Hq, q] natural log-sum-exp of the scaled scores, same dtype as mass, where asked for
     )
+
+
+def value_dim(runs: Runs) -> int:
+    """Dv, which is not the width of the rows where these are codes."""
+    return runs.values.shape[-1] if runs.codes is None else runs.codes.value_dim
+
+
+def precision(tensor: Tensor) -> torch.dtype:
+    """What attention over such a query computes in, and the dtype of mass and log-sum-exp."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def safe(lse: Tensor) -> Tensor:
+    """Log-sum-exp that can be subtracted: rows that see nothing become 0, so that exp(-inf - 0) is 0 and not NaN."""
+    return lse.masked_fill(lse == -torch.inf, 0)
+
+
+def share(own: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """From two log-sum-exps: the first part's share of the whole, and the log-sum-exp of both together."""
+    whole = torch.logaddexp(own, other.to(own.dtype))
+    return torch.exp(own - safe(whole)), whole

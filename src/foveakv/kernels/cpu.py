@@ -50,7 +50,7 @@ def problem() -> str | None:
 
 def supports(query: Tensor, runs: Runs) -> bool:
     """Whether these tensors are of a kind that the kernel reads."""
-    return query.device.type == "cpu" and runs.keys.dtype in DTYPES and query.dtype in DTYPES
+    return query.device.type == "cpu" and runs.codes is None and runs.keys.dtype in DTYPES and query.dtype in DTYPES
 
 
 def attend(
@@ -60,12 +60,15 @@ def attend(
     mask: Tensor | None = None,
     need_mass: bool = False,
     need_lse: bool = False,
+    other_lse: Tensor | None = None,
 ) -> Attended:
     """See `foveakv.kernels.attend` for shapes.
 
     MethodError: tensors that the kernel does not read (float64, other devices), or no kernel, with the reason.
     """
-    return _attend(query, runs, scaling, mask, need_mass, need_lse, None)
+    if other_lse is None:
+        return _attend(query, runs, scaling, mask, need_mass, need_lse, None)
+    raise NotImplementedError
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foveakv.kernels.contract import Attended
+from foveakv.kernels.contract import Attended, precision, share, value_dim
 from foveakv.memory.segments import Runs
 
 
@@ -16,29 +16,36 @@ def attend(
     mask: Tensor | None = None,
     need_mass: bool = False,
     need_lse: bool = False,
+    other_lse: Tensor | None = None,
 ) -> Attended:
     """See `foveakv.kernels.attend` for shapes."""
     batch, query_heads, q, _ = query.shape
     group = query_heads // runs.heads
-    precision = torch.float64 if query.dtype == torch.float64 else torch.float32
-    out = query.new_zeros(batch, query_heads, q, runs.values.shape[-1])
-    mass = torch.zeros(batch, runs.heads, runs.max_length, dtype=precision, device=query.device)
-    lse = torch.full((batch, query_heads, q), -torch.inf, dtype=precision, device=query.device)
-    starts, lengths = runs.start.tolist(), runs.length.tolist()
-    for b in range(batch):
-        for h in range(runs.heads):
-            first, length = starts[b * runs.heads + h], lengths[b * runs.heads + h]
-            if length == 0:
-                continue
-            heads = slice(h * group, (h + 1) * group)
-            keys = runs.keys[first : first + length].to(precision)
-            values = runs.values[first : first + length].to(precision)
-            scores = query[b, heads].to(precision) @ keys.T * scaling  # [G, q, length]
-            if mask is not None:
-                allowed = mask[b, h if mask.shape[1] > 1 else 0, :, :length]  # [q, length]
-                scores = scores.masked_fill(~allowed, -torch.inf)
-            probabilities = torch.nan_to_num(scores.softmax(-1)) if mask is not None else scores.softmax(-1)
-            out[b, heads] = (probabilities @ values).to(query.dtype)
-            mass[b, h, :length] = probabilities.sum((0, 1))
-            lse[b, heads] = scores.logsumexp(-1)
+    dtype = precision(query)
+    out = query.new_zeros(batch, query_heads, q, value_dim(runs))
+    mass = torch.zeros(batch, runs.heads, runs.max_length, dtype=dtype, device=query.device)
+    lse = torch.full((batch, query_heads, q), -torch.inf, dtype=dtype, device=query.device)
+    if other_lse is not None:
+        lse.copy_(other_lse)
+    for run, (first, length) in enumerate(zip(runs.start.tolist(), runs.length.tolist(), strict=True)):
+        if length == 0:
+            continue
+        b, h = divmod(run, runs.heads)
+        heads = slice(h * group, (h + 1) * group)
+        keys, values = runs.keys[first : first + length], runs.values[first : first + length]
+        if runs.codes is not None:
+            keys, values = runs.codes.decode_keys(keys, run), runs.codes.decode_values(values)
+        keys, values = keys.to(dtype), values.to(dtype)
+        scores = query[b, heads].to(dtype) @ keys.T * scaling  # [G, q, length]
+        if mask is not None:
+            allowed = mask[b, h if mask.shape[1] > 1 else 0, :, :length]  # [q, length]
+            scores = scores.masked_fill(~allowed, -torch.inf)
+        probabilities = torch.nan_to_num(scores.softmax(-1)) if mask is not None else scores.softmax(-1)
+        whole = scores.logsumexp(-1)
+        if other_lse is not None:
+            part, whole = share(whole, other_lse[b, heads])
+            probabilities = probabilities * part[..., None]
+        out[b, heads] = (probabilities @ values).to(query.dtype)
+        mass[b, h, :length] = probabilities.sum((0, 1))
+        lse[b, heads] = whole
     return Attended(out, mass if need_mass else None, lse if need_lse else None)

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from foveakv.errors import MethodError
-from foveakv.kernels.contract import Attended
+from foveakv.kernels.contract import Attended, share
 from foveakv.memory.segments import Runs
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -62,9 +62,10 @@ def attend(
     mask: Tensor | None = None,
     need_mass: bool = False,
     need_lse: bool = False,
+    other_lse: Tensor | None = None,
 ) -> Attended:
     """See `foveakv.kernels.attend` for shapes. float16, bfloat16 and float32; head dims up to 256."""
-    out, mass, lse = attend_with_lse(query, runs, scaling, mask, need_mass)
+    out, mass, lse = attend_with_lse(query, runs, scaling, mask, need_mass, other_lse)
     return Attended(out, mass, lse if need_lse else None)
 
 
@@ -74,6 +75,7 @@ def attend_with_lse(
     scaling: float,
     mask: Tensor | None = None,
     need_mass: bool = False,
+    other_lse: Tensor | None = None,
     *,
     tile: int | None = None,
     split: int | None = None,
@@ -95,7 +97,7 @@ def attend_with_lse(
     if need_mass:
         mass = torch.empty(batch, runs.heads, runs.max_length, dtype=torch.float32, device=query.device)
     if runs.max_length == 0:
-        return out.zero_(), mass, lse.fill_(-torch.inf)
+        return out.zero_(), mass, lse.fill_(-torch.inf) if other_lse is None else lse.copy_(other_lse)
 
     block_d, block_dv = max(16, _power(dim)), max(16, _power(value_dim))
     # Operands of different types meet in float32; the interpreter has no arithmetic in bfloat16.
@@ -134,6 +136,9 @@ def attend_with_lse(
             part_out, part_top, part_sum, runs.length, out, lse, rows, split, splits,
             DV=value_dim, BLOCK_DV=block_dv, PARTS=PARTS,
         )  # fmt: skip
+        if other_lse is not None:
+            part, lse = share(lse, other_lse)
+            out = (out * part[..., None]).to(out.dtype)
         if mass is not None:
             kernels.attention_mass[total, -(-runs.max_length // tile)](
                 query, runs.keys, runs.start, runs.length, bits, lse, mass, scale, rows, q, runs.heads, runs.max_length,
