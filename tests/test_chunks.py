@@ -235,7 +235,7 @@ def test_bytes(place: str) -> None:
     assert layer.store.digest_nbytes == 3 * layer.counts[0] * DIM * 4
     layer.store.reserve(layer.segments, torch.full((2, 3), 2))
     layer.store.fetch(layer.segments, layer.query(), 0.25)
-    tensors = [value for value in vars(layer.store).values() if isinstance(value, Tensor)]
+    tensors = [value for value in vars(layer.store).values() if isinstance(value, Tensor)] + [layer.store.digests]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}
     assert layer.store.device_nbytes + layer.store.host_nbytes == sum(storages.values())
     assert layer.store.extra_slots == tokens - 3 * 2 * CHUNK

@@ -1,35 +1,36 @@
-"""Prompt KV that lives outside of a layer's segments, in chunks that are fetched back by relevance.
+"""Prompt KV that lives outside of a layer's segments, in chunks that are chosen by relevance at every step.
 
 Notation: S stored heads (sequence, KV head pairs whose complete chunks were moved here), T tokens per chunk, N chunks
 of all stored heads, P chunks of the longest one; n rows, i.e. runs of the segments that choose among their chunks; K
-chunk slots of the row that has most.
+chosen chunks of the row that has most.
 
+A row's chosen chunks are copied into slots of the segments (`fetch`), or attention reads them where they lie (`pick`).
 Chunks never change and are never copied again. Beams and other reorderings only change which stored head a row reads.
 """
 
 from __future__ import annotations
 
 import copy
-import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from foveakv.errors import StoreError
+from foveakv.memory.chunk_files import ChunkWriter, Place, Staging
+from foveakv.memory.digests import DigestDtype, Digests
+from foveakv.memory.pages import Pages
 from foveakv.memory.segments import Segments
 
-Place = Literal["host", "device", "disk"]
 _ROWS = ("_first", "_count", "_sequence", "_digest", "_run", "_offset", "_slots", "_table", "_resident")  # all [n, ...]
 _SCORES_AT_ONCE = 1 << 24  # relevance of a long later turn is computed in blocks of this many scores
 
 
 class ChunkStore:
-    """One layer's chunks with their digests, and a table of which chunk lies in which slots of the segments.
+    """One layer's chunks with their digests, and a table of what was chosen.
 
-    Life: made during prefill, `reserve` once when the budgets are known, `fetch` before every decode attention.
+    Life: made during prefill, `reserve` once when the budgets are known, `fetch` before every decode attention; or,
+    after `reserve(in_place=True)`, `pick` and `pages`.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class ChunkStore:
         chunk: int,
         place: Place = "host",
         directory: str | Path | None = None,
+        digest_dtype: DigestDtype = "model",
     ) -> None:
         """Copies the complete chunks of some heads.
 
@@ -53,16 +55,20 @@ class ChunkStore:
             heads: bool [B, H], the heads to store.
             place: where keys and values lie: "host" (pinned when the keys are on CUDA), "device", or "disk" (a file in
                 `directory` that has no name, so that it goes with the process whatever happens).
+            digest_dtype: how digests are stored, see `foveakv.memory.digests`.
+        StoreError: the file cannot be written.
         """
         self.chunk = chunk
         self.place = place
         self.device = keys.device
+        self.in_place = False
         self.batch, self.kv_heads = keys.shape[:2]
         sequence, head = heads.cpu().nonzero(as_tuple=True)
         count = (real.sum(-1) // chunk).cpu()[sequence]  # [S]
         order = (~real).to(self.device, torch.int8).argsort(dim=-1, stable=True)  # real columns first, in order
         stored = list(zip(sequence.tolist(), head.tolist(), count.tolist(), strict=True))
-        self._write_chunks(keys, values, order, stored, directory)
+        means = self._write_chunks(keys, values, order, stored, directory)
+        self._digests = Digests(means, count, digest_dtype, keys.dtype)
         with torch.inference_mode(False):  # later steps may run outside of inference_mode and write here
             longest = int(count.max()) if len(count) else 0
             columns = order[:, : longest * chunk]
@@ -75,13 +81,14 @@ class ChunkStore:
             self._digest = torch.arange(len(count), device=self.device)  # row of self.digests
             self._run = (sequence * self.kv_heads + head).to(self.device)
             self._offset = torch.zeros_like(self._run)  # first retrieval slot of the run
-            self._slots = torch.zeros_like(self._run)  # chunk slots of the run
-            self._table = self._run.new_empty(len(count), 0)  # [n, K] the chunk that lies in a slot
-            self._resident = torch.zeros(len(count), longest, dtype=torch.bool, device=self.device)  # [n, P]
-        self._equal = False  # all rows have K slots and P chunks: no masks needed
+            self._slots = torch.zeros_like(self._run)  # chunks of the run that are chosen
+            self._table = self._run.new_empty(len(count), 0)  # [n, K] the chosen chunks; the one in a slot, with slots
+            self._resident = torch.zeros(len(count), longest, dtype=torch.bool, device=self.device)  # [n, P] chosen?
+        self._equal = False  # all rows choose K of P chunks: no masks needed
         self._straight = True  # row i reads digest i: no gather needed
         self._asked = 0  # slots that one fetch asks for
         self._outside = int(count.sum()) * chunk
+        self._staging: Staging | None = None
 
     def _write_chunks(
         self,
@@ -90,52 +97,94 @@ class ChunkStore:
         order: Tensor,
         stored: list[tuple[int, int, int]],
         directory: str | Path | None,
-    ) -> None:
-        """Fills self._keys [N, T * D], self._values [N, T * Dv] and self.digests [S, D, P]."""
+    ) -> Tensor:
+        """Fills self._keys [N, T * D] and self._values [N, T * Dv]; returns exact digests [S, D, P]."""
         chunk, total = self.chunk, sum(count for _, _, count in stored)
         longest = max((count for _, _, count in stored), default=0)
         exact = torch.float64 if keys.dtype == torch.float64 else torch.float32
-        with torch.inference_mode(False):
-            self.digests = keys.new_zeros(len(stored), keys.shape[-1], longest)
+        means = keys.new_zeros(len(stored), keys.shape[-1], longest, dtype=exact)
         parts = []
         for source in (keys, values):
             width = source.shape[-1]
-            writer = _Writer(self.place, total, chunk * width, source, directory)
+            writer = ChunkWriter(self.place, total, chunk * width, source, directory)
             for row, (b, h, count) in enumerate(stored):
                 tokens = source[b, h].index_select(0, order[b, : count * chunk])  # a copy, so it is contiguous
                 writer.write(tokens.view(count, chunk * width))
                 if source is keys:
-                    means = tokens.view(count, chunk, width).to(exact).mean(1)
-                    self.digests[row, :, :count] = means.mT.to(keys.dtype)
+                    means[row, :, :count] = tokens.view(count, chunk, width).to(exact).mean(1).mT
             parts.append(writer.finish())
         self._keys, self._values = parts
+        return means
 
     # ---- accounting (foveakv.layer.ExtraMemory)
 
     @property
+    def digests(self) -> Tensor:
+        """[S, D, P] as they are stored."""
+        return self._digests.data
+
+    @property
     def digest_nbytes(self) -> int:
-        return self.digests.untyped_storage().nbytes()
+        return self._digests.nbytes
 
     @property
     def _store_nbytes(self) -> int:
         return self._keys.untyped_storage().nbytes() + self._values.untyped_storage().nbytes()
 
     @property
+    def _loaded_nbytes(self) -> int:
+        """Bytes of the chosen chunks where they are read in place, as slots of the segments would take them."""
+        if not self.in_place:
+            return 0
+        per_chunk = (self._keys.shape[1] + self._values.shape[1]) * self._keys.element_size()
+        return min(self._asked // self.chunk * per_chunk, self._store_nbytes)  # beams may share chunks
+
+    @property
     def device_nbytes(self) -> int:
-        """Digests, positions and tables; with place "device" the chunks as well."""
-        tensors = [t for t in vars(self).values() if isinstance(t, Tensor) and t.numel()]
+        """Digests, positions, tables, and the chosen chunks that are read in place; with place "device" all chunks.
+
+        In place nothing is copied: the host's memory is the device's. The chosen chunks then count as on the device
+        and not as on the host, so that a budget costs the same bytes wherever it is read.
+        """
+        tensors = [t for t in (*vars(self).values(), self.digests) if isinstance(t, Tensor) and t.numel()]
         every = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
-        return every if self.place == "device" else every - self._store_nbytes
+        every += self.digest_nbytes - self.digests.untyped_storage().nbytes()  # scales
+        return every if self.place == "device" else every - self._store_nbytes + self._loaded_nbytes
 
     @property
     def host_nbytes(self) -> int:
         """Bytes in host memory or on disk."""
-        return 0 if self.place == "device" else self._store_nbytes
+        return 0 if self.place == "device" else self._store_nbytes - self._loaded_nbytes
 
     @property
     def extra_slots(self) -> int:
-        """Prompt slots that lie here and have no slot in the segments: what can be attended to but is not resident."""
+        """Prompt slots that lie here and are not chosen: what can be attended to but is not resident."""
         return self._outside
+
+    @property
+    def stored(self) -> Tensor:
+        """Keys of all chunks [N, T * D], where they lie."""
+        return self._keys
+
+    @property
+    def chosen_slots(self) -> Tensor:
+        """int64 [B, H] on the CPU: tokens that a step attends to here, without a slot in the segments."""
+        every = torch.zeros(self.batch * self.kv_heads, dtype=torch.int64)
+        if self.in_place:
+            every.index_put_((self._run.cpu(),), self._slots.cpu() * self.chunk)
+        return every.view(self.batch, self.kv_heads)
+
+    def chosen_positions(self) -> Tensor | None:
+        """Positions of the tokens here that the present step attends to: int64 [B, H, K * T], -1 behind the last.
+
+        None where nothing is read in place: what is chosen then has slots in the segments.
+        """
+        if not self.in_place or not self.choosing:
+            return None
+        found = self._positions[self._sequence[:, None], self._table.clamp_min(0)].to(torch.int64)  # [n, K, T]
+        found = found.masked_fill_((self._table < 0)[..., None], -1).flatten(1)
+        every = found.new_full((self.batch * self.kv_heads, found.shape[1]), -1)
+        return every.index_copy_(0, self._run, found).view(self.batch, self.kv_heads, -1)
 
     # ---- retrieval
 
@@ -144,36 +193,42 @@ class ChunkStore:
         """Rows that have fewer chunk slots than chunks, and therefore choose at every step."""
         return self._run.shape[0]
 
-    def reserve(self, segments: Segments, chunks: Tensor) -> None:
-        """Reserves chunk slots behind what the runs hold, chunks[b, h] of them; entries of other heads are ignored.
+    def reserve(self, segments: Segments, chunks: Tensor, *, in_place: bool = False) -> None:
+        """Gives head (b, h) chunks[b, h] chosen chunks, at first its newest; entries of other heads are ignored.
 
-        They are filled with the newest chunks. A head whose chunks all fit has no choice to make from then on. One
-        without a chunk slot can never get any: its chunks no longer count as stored.
+        They get slots behind what the runs hold; with `in_place` only those of heads whose chunks all fit, since the
+        others are read from here. A head whose chunks all fit has no choice to make from then on. One without a chosen
+        chunk can never get any: its chunks no longer count as stored.
         """
+        self.in_place = in_place
         run, count = self._run.cpu(), self._count.cpu()
         slots = torch.minimum(chunks.cpu().view(-1)[run], count)
+        choosing = (slots < count) & (slots > 0)
+        loaded = slots.masked_fill(choosing, 0) if in_place else slots
         offset = segments.lengths.view(-1)[run]
         extra = torch.zeros(segments.batch * segments.heads, dtype=torch.int64)
-        segments.extend_blank(extra.index_put((run,), slots * self.chunk))
+        segments.extend_blank(extra.index_put((run,), loaded * self.chunk))
         self._outside = int((count - slots)[slots > 0].sum()) * self.chunk
         with torch.inference_mode(False):
             self._offset, self._slots = offset.to(self.device), slots.to(self.device)
-            row = torch.arange(len(slots)).repeat_interleave(slots)
-            slot = torch.arange(len(row)) - (slots.cumsum(0) - slots)[row]
-            number = (count - slots)[row] + slot
+            row = torch.arange(len(slots)).repeat_interleave(loaded)
+            slot = torch.arange(len(row)) - (loaded.cumsum(0) - loaded)[row]
+            number = (count - loaded)[row] + slot
             self._load(segments, row.to(self.device), number.to(self.device), slot.to(self.device))
-            choosing = ((slots < count) & (slots > 0)).nonzero()[:, 0].to(self.device)
-            self._select_rows(choosing)
-            if len(choosing) < len(self.digests):
-                self.digests = self.digests[choosing]
-            longest = int(self._count.max()) if len(choosing) else 0
-            if longest < self.digests.shape[-1]:
-                self.digests = self.digests[..., :longest].contiguous()
-            self._digest = torch.arange(len(choosing), device=self.device)
+            rows = choosing.nonzero()[:, 0].to(self.device)
+            self._select_rows(rows)
+            longest = int(self._count.max()) if len(rows) else 0
+            if len(rows) < len(self._digests) or longest < self.digests.shape[-1]:
+                self._digests = self._digests.take(rows, longest)
+            self._digest = torch.arange(len(rows), device=self.device)
             column, unloaded = torch.arange(longest, device=self.device), (self._count - self._slots)[:, None]
             self._resident = (column >= unloaded) & (column < self._count[:, None])
-            width = int(self._slots.max()) if len(choosing) else 0
-            self._table = (column[:width] + unloaded).clamp_max(longest - 1)
+            width = int(self._slots.max()) if len(rows) else 0
+            self._table = column[:width] + unloaded
+            if in_place:
+                self._table = self._table.masked_fill(column[:width] >= self._slots[:, None], -1)
+            else:
+                self._table = self._table.clamp_max(longest - 1)
         self._describe()
 
     def relevance(self, query: Tensor, scaling: float) -> Tensor:
@@ -183,21 +238,26 @@ class ChunkStore:
         all q new tokens.
         """
         batch, _, _, dim = query.shape
-        grouped = query.reshape(batch * self.kv_heads, -1, dim).index_select(0, self._run)  # [n, G * q, D]
-        digests = self.digests if self._straight else self.digests.index_select(0, self._digest)
-        block = max(1, _SCORES_AT_ONCE // max(1, digests.shape[0] * digests.shape[-1]))
+        grouped = query.detach().reshape(batch * self.kv_heads, -1, dim).index_select(0, self._run)  # [n, G * q, D]
+        heads = None if self._straight else self._digest
+        longest = self.digests.shape[-1]
+        block = max(1, _SCORES_AT_ONCE // max(1, len(grouped) * longest))
         best: Tensor | None = None
         for part in grouped.split(block, dim=1):
-            scores = torch.bmm(part * scaling, digests)  # [n, block, P]
-            if scores.dtype in (torch.float16, torch.bfloat16):
-                scores = scores.float()
+            scores = self._digests.scores(part * scaling, heads)  # [n, block, P]
             if not self._equal:
-                beyond = torch.arange(digests.shape[-1], device=self.device) >= self._count[:, None]
+                beyond = torch.arange(longest, device=self.device) >= self._count[:, None]
                 scores = scores.masked_fill_(beyond[:, None], -torch.inf)
-            top = scores.log_softmax(-1).amax(1)
+            top = scores.sub_(scores.logsumexp(-1, keepdim=True)).amax(1)
             best = top if best is None else torch.maximum(best, top)
         assert best is not None  # split yields at least one part
         return best
+
+    def _choose(self, query: Tensor, scaling: float) -> tuple[Tensor, Tensor | None]:
+        """The most relevant chunks of every row, [n, K] (entries beyond its share come last), and which count."""
+        width = self._table.shape[1]
+        top = self.relevance(query, scaling).topk(width, dim=-1, sorted=not self._equal).indices
+        return top, None if self._equal else torch.arange(width, device=self.device) < self._slots[:, None]
 
     def fetch(self, segments: Segments, query: Tensor, scaling: float) -> tuple[int, int]:
         """Makes every row's slots hold its most relevant chunks; copies only those that are not there yet.
@@ -206,16 +266,9 @@ class ChunkStore:
         """
         if not self.choosing:
             return 0, 0
-        relevance = self.relevance(query, scaling)
-        width = self._table.shape[1]
-        top = relevance.topk(width, dim=-1, sorted=not self._equal).indices  # [n, K]
+        top, usable = self._choose(query, scaling)
         wanted = torch.zeros_like(self._resident)
-        if self._equal:
-            usable = None
-            wanted.scatter_(1, top, True)
-        else:
-            usable = torch.arange(width, device=self.device) < self._slots[:, None]
-            wanted.scatter_(1, top, usable)
+        wanted.scatter_(1, top, True if usable is None else usable)
         row, number = (wanted > self._resident).nonzero(as_tuple=True)
         self._resident = wanted
         if len(row):
@@ -228,12 +281,37 @@ class ChunkStore:
             self._load(segments, row, number, slot)
         return self._asked, self._asked - len(row) * self.chunk
 
+    def pick(self, query: Tensor, scaling: float) -> tuple[int, int]:
+        """Chooses every row's most relevant chunks for `pages`; copies nothing.
+
+        Returns (slots asked for, slots of these that were chosen in the step before as well).
+        """
+        if not self.choosing:
+            return 0, 0
+        top, usable = self._choose(query, scaling)
+        stayed = self._resident.gather(1, top)
+        if usable is None:
+            self._resident = torch.zeros_like(self._resident).scatter_(1, top, True)
+        else:
+            stayed &= usable
+            self._resident = torch.zeros_like(self._resident).scatter_(1, top, usable)
+            top = top.masked_fill(~usable, -1)
+        self._table = top
+        return self._asked, int(stayed.sum()) * self.chunk
+
+    def pages(self) -> Pages:
+        """What was chosen, for attention that reads it here."""
+        index = self._table + self._first[:, None]
+        if not self._equal:
+            index = index.masked_fill_(self._table < 0, -1)
+        table = index.new_full((self.batch * self.kv_heads, index.shape[1]), -1)
+        return Pages(self._keys, self._values, table.index_copy_(0, self._run, index))
+
     def _load(self, segments: Segments, row: Tensor, number: Tensor, slot: Tensor) -> None:
         """Copies chunk `number` of a row into its chunk slot `slot`; all three [m]."""
         if not len(row):
             return
-        index = self._first[row] + number
-        keys, values = self._read(self._keys, index), self._read(self._values, index)
+        keys, values = self._read(self._first[row] + number)
         slots = (self._offset[row] + slot * self.chunk)[:, None] + torch.arange(self.chunk, device=self.device)
         segments.write(
             self._run[row].repeat_interleave(self.chunk),
@@ -243,14 +321,16 @@ class ChunkStore:
             self._positions[self._sequence[row], number].view(-1),
         )
 
-    def _read(self, source: Tensor, index: Tensor) -> Tensor:
-        """Chunks [m, T * D] on the compute device."""
-        if source.device == self.device:
-            return source.index_select(0, index)
-        index = index.cpu()
-        staged = torch.empty(len(index), source.shape[1], dtype=source.dtype, pin_memory=self.device.type == "cuda")
-        torch.index_select(source, 0, index, out=staged)
-        return staged.to(self.device, non_blocking=True)
+    def _read(self, index: Tensor) -> list[Tensor]:
+        """Keys [m, T * D] and values [m, T * Dv] of chunks on the compute device."""
+        sources = [self._keys, self._values]
+        if self._keys.device == self.device:
+            return [source.index_select(0, index) for source in sources]
+        if self.device.type != "cuda":
+            return [source.index_select(0, index.cpu()).to(self.device) for source in sources]
+        if self._staging is None:
+            self._staging = Staging(self.device)
+        return self._staging.read(sources, index)
 
     # ---- copies and beams
 
@@ -282,57 +362,7 @@ class ChunkStore:
 
     def _describe(self) -> None:
         """Host-side facts that spare the hot path its masks and gathers."""
-        self._straight = self._digest.tolist() == list(range(len(self.digests)))
+        self._straight = self._digest.tolist() == list(range(len(self._digests)))
         full = (self._slots == self._table.shape[1]) & (self._count == self.digests.shape[-1])
         self._equal = bool(full.all())
         self._asked = int(self._slots.sum()) * self.chunk
-
-
-class _Writer:
-    """Collects rows of one width, at their place of storage."""
-
-    def __init__(self, place: Place, rows: int, width: int, like: Tensor, directory: str | Path | None) -> None:
-        self.shape, self.dtype, self.next = (rows, width), like.dtype, 0
-        self.nbytes = rows * width * like.element_size()
-        self.directory = Path(directory if directory is not None else tempfile.gettempdir())
-        self.file = None
-        if place == "disk" and self.nbytes:
-            try:
-                self.file = tempfile.TemporaryFile(buffering=0, dir=self.directory)  # noqa: SIM115, closed by finish
-            except OSError as error:
-                raise self._error(error) from error
-            return
-        device = like.device if place == "device" else torch.device("cpu")
-        pinned = device.type == "cpu" and like.device.type == "cuda"
-        with torch.inference_mode(False):
-            self.buffer = torch.empty(self.shape, dtype=like.dtype, device=device, pin_memory=pinned)
-
-    def write(self, rows: Tensor) -> None:
-        if self.file is None:
-            self.buffer[self.next : self.next + len(rows)] = rows
-            self.next += len(rows)
-            return
-        try:
-            rest = rows.cpu().view(-1).view(torch.uint8).numpy().data
-            while rest:
-                rest = rest[self.file.write(rest) :]
-        except OSError as error:
-            self.file.close()
-            raise self._error(error) from error
-
-    def finish(self) -> Tensor:
-        """[rows, width]; from disk a mapping, read on demand, private to this process."""
-        if self.file is None:
-            return self.buffer
-        try:
-            with self.file:
-                mapped = np.memmap(self.file, dtype=np.uint8, mode="c", shape=(self.nbytes,))
-        except OSError as error:
-            raise self._error(error) from error
-        return torch.from_numpy(mapped).view(self.dtype).view(self.shape)
-
-    def _error(self, error: OSError) -> StoreError:
-        return StoreError(
-            f"cannot write {self.nbytes:,} bytes to {self.directory}: {error.strerror or error}; choose another "
-            'store_dir with more room, or store="host"'
-        )

@@ -18,6 +18,7 @@ from foveakv.errors import CacheInUseError
 
 if TYPE_CHECKING:
     from foveakv.cache import CompressedCache
+    from foveakv.memory.pages import Pages
     from foveakv.memory.segments import Segments
     from foveakv.prompt import PromptMap
 
@@ -81,12 +82,14 @@ class DecodeView(LayerView):
 
     `mass` [B, H, M] is the attention that every stored slot received in this step, summed over the query group and the
     q queries; None in `before_attention`, and where the method does not set `needs_mass`. `seen` counts all tokens of
-    the context, the new ones included.
+    the context, the new ones included. `before_attention` may set `pages` of a store: the step then attends to them as
+    well, where they lie (`foveakv.kernels.paged` says on what machines that works).
     """
 
     segments: Segments
     seen: int
     mass: Tensor | None = field(default=None)
+    pages: Pages | None = field(default=None)
 
 
 @dataclass

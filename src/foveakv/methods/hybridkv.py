@@ -13,7 +13,10 @@ from torch import Tensor
 from foveakv.allocation import allocate_heads
 from foveakv.budget import Geometry, parse_budget
 from foveakv.errors import CacheInUseError, MethodError, UnsupportedModeError
-from foveakv.memory.chunks import ChunkStore, Place
+from foveakv.kernels.paged import reads_pages
+from foveakv.memory.chunk_files import Place
+from foveakv.memory.chunks import ChunkStore
+from foveakv.memory.digests import DigestDtype, digest_bytes
 from foveakv.memory.segments import Segments
 from foveakv.methods.base import DecodeView, Method, PrefillView, keep_top
 from foveakv.methods.checks import choice, flag, number, share, whole_number
@@ -34,8 +37,8 @@ class HybridKV(Method):
     2. Budgets, Eq. 4 and 5: `foveakv.allocation.allocate_heads`.
     3. Static heads, App. A: text first, then the last `window` tokens, then the visual tokens that the window attends
        to most; once, after the prompt.
-    4. Dynamic heads, App. A: their KV moves to a store in chunks of 8 tokens, and every step loads the chunks whose
-       mean key scores highest, until the budget is full.
+    4. Dynamic heads, App. A: their KV moves to a store in chunks of 8 tokens, and every step attends to the chunks
+       whose mean key scores highest, until the budget is full.
 
     Not stated in the paper; we take k = ceil(0.05 C) (its pilot study's), the mean of S over the query group, only
     text rows behind the first visual token and at most 64 of them, alpha = 0.1, window = 32, budgets rounded down to a
@@ -63,6 +66,8 @@ class HybridKV(Method):
         min_budget: slots that every head is assured of where the total allows it; None = `window`.
         store: where dynamic heads' chunks lie: "host", "device" (saves no memory) or "disk" (a file).
         store_dir: directory of that file; None = the system's temporary directory, which may itself lie in memory.
+        digest_dtype: how digests are stored: "model" (the model's dtype), "bf16", or "int8" with one scale per head and
+            channel. Fewer bits leave more of the budget for chunks.
         classify: "auto", or "all_static" / "all_dynamic" whatever the scores are.
         head_level: False gives every static head the same budget.
         type_level: False gives static and dynamic heads the same mean budget.
@@ -85,6 +90,7 @@ class HybridKV(Method):
     min_budget: int | None = None
     store: Place = "host"
     store_dir: str | None = None
+    digest_dtype: DigestDtype = "model"
     classify: Literal["auto", "all_static", "all_dynamic"] = "auto"
     head_level: bool = True
     type_level: bool = True
@@ -170,16 +176,18 @@ class HybridKV(Method):
         budgets = torch.stack([part.budgets for part in parts])  # [B, L, H]
         for layer in layers:
             self._settle(layer, prompt, static[:, layer.ordinal], budgets[:, layer.ordinal])
+        stores = {layer.ordinal: store for layer in layers if (store := layer.state.get("store")) is not None}
         reserved = torch.stack([_segments(layer).lengths for layer in layers], 1)
-        stores = [store for layer in layers if (store := layer.state.get("store")) is not None]
+        for ordinal, store in stores.items():
+            reserved[:, ordinal] += store.chosen_slots
         cache.state["hybridkv"] = {
             "scores": scores,  # [B, L, H], S of Eq. 3
             "static": static,  # [B, L, H]
             "budgets": budgets,  # [B, L, H] slots
-            "slots": reserved,  # [B, L, H] slots on the device after the prompt, those for retrieval included
+            "slots": reserved,  # [B, L, H] slots on the device after the prompt, chosen chunks included
             "total": torch.tensor(totals),  # [B] slots of the budget, digests taken off
             "nominal": torch.tensor([part.nominal for part in parts]),  # [B] before rounding and trimming
-            "digest_bytes": sum(store.digest_nbytes for store in stores),
+            "digest_bytes": sum(store.digest_nbytes for store in stores.values()),
         }
 
     def summary(self, cache: CompressedCache) -> dict[str, Any]:
@@ -200,12 +208,13 @@ class HybridKV(Method):
 
         A budget of the whole prompt pays nothing: all chunks are resident and no digest is needed.
         """
-        key_share = geometry.head_dim / (geometry.head_dim + geometry.value_dim)  # a digest is the key half of a slot
+        each, once = digest_bytes(self.digest_dtype, geometry.head_dim, geometry.itemsize)
+        slot = (geometry.head_dim + geometry.value_dim) * geometry.itemsize
         left = []
         for total, context, dynamic in zip(
             totals, geometry.contexts, (~static).flatten(1).sum(-1).tolist(), strict=True
         ):
-            digests = math.ceil(dynamic * (int(context) // self.chunk_size) * key_share)
+            digests = math.ceil(dynamic * (int(context) // self.chunk_size * each + once) / slot)
             whole = total >= int(context) * geometry.heads
             left.append(total if whole else max(total - digests, geometry.heads))
         return left
@@ -226,13 +235,13 @@ class HybridKV(Method):
         if bool(dynamic.any()):
             store = ChunkStore(
                 keys, values, real, positions, dynamic,
-                chunk=self.chunk_size, place=self.store, directory=self.store_dir,
+                chunk=self.chunk_size, place=self.store, directory=self.store_dir, digest_dtype=self.digest_dtype,
             )  # fmt: skip
             layer.state["store"] = store
             layer.extra_memory.append(store)
 
     def _settle(self, layer: CompressedLayer, prompt: PromptMap, static: Tensor, budgets: Tensor) -> None:
-        """Brings one layer to its budgets [B, H]: prunes static heads, reserves chunk slots for dynamic ones."""
+        """Brings one layer to its budgets [B, H]: prunes static heads, says how many chunks dynamic ones choose."""
         segments = _segments(layer)
         real, device = prompt.real, prompt.real.device
         static, budgets = static.to(device), budgets.to(device)
@@ -252,9 +261,10 @@ class HybridKV(Method):
             kept = kept.gather(2, order[:, None].expand_as(kept))[..., : segments.max_length]
             keep = torch.where(static[..., None], kept, keep)
         segments.keep(keep)
-        store = layer.state.get("store")
+        store: ChunkStore | None = layer.state.get("store")
         if store is not None:
-            store.reserve(segments, chunks)
+            in_place = hasattr(layer, "kept") and reads_pages(segments.runs, store.stored, layer.cache.backend)
+            store.reserve(segments, chunks, in_place=in_place)
 
     # ---- decoding
 
@@ -266,7 +276,11 @@ class HybridKV(Method):
             raise UnsupportedModeError(
                 "hybridkv: the cache was cropped into its prompt, whose chunks cannot be taken back; start a new cache"
             )
-        asked, hits = store.fetch(view.segments, view.query, view.scaling)
+        if store.in_place:
+            asked, hits = store.pick(view.query, view.scaling)
+            view.pages = store.pages() if asked else None
+        else:
+            asked, hits = store.fetch(view.segments, view.query, view.scaling)
         if asked:
             view.count(retrieved=asked, hits=hits)
 
@@ -275,6 +289,7 @@ _CHOICES = {
     "text_rows": ("after_visual", "all"),
     "rounding": ("down", "nearest"),
     "store": ("host", "device", "disk"),
+    "digest_dtype": ("model", "bf16", "int8"),
     "classify": ("auto", "all_static", "all_dynamic"),
 }
 

@@ -1,0 +1,102 @@
+"""Where chunks lie: in memory of the host or the device, or in a file that is mapped into memory."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foveakv.errors import StoreError
+
+Place = Literal["host", "device", "disk"]
+
+
+class ChunkWriter:
+    """Collects rows of one width, at their place of storage.
+
+    A file is written as rows come and mapped at the end: it is never in memory as a whole, and the system reads and
+    forgets its pages as they are needed. It has no name, so that it goes with the process whatever happens.
+    """
+
+    def __init__(self, place: Place, rows: int, width: int, like: Tensor, directory: str | Path | None) -> None:
+        self.shape, self.dtype, self.next = (rows, width), like.dtype, 0
+        self.nbytes = rows * width * like.element_size()
+        self.directory = Path(directory if directory is not None else tempfile.gettempdir())
+        self.file = None
+        if place == "disk" and self.nbytes:
+            try:
+                self.file = tempfile.TemporaryFile(buffering=0, dir=self.directory)  # noqa: SIM115, closed by finish
+            except OSError as error:
+                raise self._error(error) from error
+            return
+        device = like.device if place == "device" else torch.device("cpu")
+        pinned = device.type == "cpu" and like.device.type == "cuda"
+        with torch.inference_mode(False):
+            self.buffer = torch.empty(self.shape, dtype=like.dtype, device=device, pin_memory=pinned)
+
+    def write(self, rows: Tensor) -> None:
+        if self.file is None:
+            self.buffer[self.next : self.next + len(rows)] = rows
+            self.next += len(rows)
+            return
+        try:
+            rest = rows.cpu().view(-1).view(torch.uint8).numpy().data
+            while rest:
+                rest = rest[self.file.write(rest) :]
+        except OSError as error:
+            self.file.close()
+            raise self._error(error) from error
+
+    def finish(self) -> Tensor:
+        """[rows, width]; from disk a mapping, read on demand, private to this process."""
+        if self.file is None:
+            return self.buffer
+        try:
+            with self.file:
+                mapped = np.memmap(self.file, dtype=np.uint8, mode="c", shape=(self.nbytes,))
+        except OSError as error:
+            raise self._error(error) from error
+        return torch.from_numpy(mapped).view(self.dtype).view(self.shape)
+
+    def _error(self, error: OSError) -> StoreError:
+        return StoreError(
+            f"cannot write {self.nbytes:,} bytes to {self.directory}: {error.strerror or error}; choose another "
+            'store_dir with more room, or store="host"'
+        )
+
+
+class Staging:
+    """Rows of a store that lies in host memory, brought to a CUDA device on a stream of their own.
+
+    The host gathers one piece while the one before is under way. What is returned may be used on the current stream.
+    """
+
+    PIECE = 4 << 20  # bytes
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+
+    def read(self, sources: list[Tensor], index: Tensor) -> list[Tensor]:
+        """Rows index [m] of every source [N, W], each as [m, W] on the device."""
+        index = index.cpu()
+        current = torch.cuda.current_stream(self.device)
+        found = []
+        for source in sources:
+            target = torch.empty(len(index), source.shape[1], dtype=source.dtype, device=self.device)
+            self.stream.wait_stream(current)  # the memory of `target` may still be read by what was queued before
+            rows = max(1, self.PIECE // max(1, source.shape[1] * source.element_size()))
+            for first in range(0, len(index), rows):
+                part = index[first : first + rows]
+                # From torch's pool of pinned memory, which takes it back only when the copy is done.
+                staged = torch.empty(len(part), source.shape[1], dtype=source.dtype, pin_memory=True)
+                torch.index_select(source, 0, part, out=staged)
+                with torch.cuda.stream(self.stream):
+                    target[first : first + len(part)].copy_(staged, non_blocking=True)
+            found.append(target)
+        current.wait_stream(self.stream)  # on the device; the host goes on
+        return found

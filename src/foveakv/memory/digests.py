@@ -1,0 +1,92 @@
+"""Digests of chunks: one vector for every chunk, scored against the queries of a step.
+
+Notation: S stored heads, D head dim, P chunks of the longest head; n rows that ask, r queries of each.
+
+The softmax over a head's chunks does not change when the same vector is taken off all its digests. Digests in fewer
+bits make use of that: they are stored as distances from the middle of each channel's range, so that channels far from
+zero, as biases of key projections make them, lose no precision. The middles themselves are not needed again.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+DigestDtype = Literal["model", "bf16", "int8"]
+_LEVELS = 127  # int8 from -127 to 127
+_AT_ONCE = 1 << 19  # numbers of fewer bits that are widened at once: what is widened should stay in a cache
+
+
+class Digests:
+    """Digests [S, D, P] in the model's dtype, in bfloat16, or in int8 with one scale per head and channel."""
+
+    def __init__(self, exact: Tensor, count: Tensor, kind: DigestDtype, dtype: torch.dtype) -> None:
+        """Stores what belongs to a head's chunks; entries beyond become 0.
+
+        exact: [S, D, P] float32 or float64. count: int64 [S], chunks of every head. dtype: the model's.
+        """
+        self.kind = kind
+        beyond = torch.arange(exact.shape[-1], device=exact.device) >= count.to(exact.device)[:, None]
+        with torch.inference_mode(False), torch.no_grad():
+            self.scale: Tensor | None = None  # [S, D] float32
+            if kind == "model":
+                self.data = exact.masked_fill(beyond[:, None], 0).to(dtype)
+                return
+            high = exact.masked_fill(beyond[:, None], -torch.inf).amax(-1) if exact.shape[-1] else exact.sum(-1)
+            low = exact.masked_fill(beyond[:, None], torch.inf).amin(-1) if exact.shape[-1] else exact.sum(-1)
+            middle = torch.where(high >= low, (high + low) / 2, 0)  # a head without chunks has no range
+            spread = (exact - middle[..., None]).masked_fill(beyond[:, None], 0)
+            if kind == "bf16":
+                self.data = spread.to(torch.bfloat16)
+                return
+            scale = torch.where(high > low, (high - low) / (2 * _LEVELS), 1)
+            self.data = (spread / scale[..., None]).round_().clamp_(-_LEVELS, _LEVELS).to(torch.int8)
+            self.scale = scale.to(torch.float32)
+
+    def __len__(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        scale = 0 if self.scale is None else self.scale.untyped_storage().nbytes()
+        return self.data.untyped_storage().nbytes() + scale
+
+    def take(self, heads: Tensor, longest: int) -> Digests:
+        """Those of some heads [S'], with room for `longest` chunks; nothing keeps the others alive."""
+        made = object.__new__(Digests)
+        made.kind = self.kind
+        with torch.inference_mode(False):
+            made.data = self.data.index_select(0, heads)[..., :longest].contiguous()
+            made.scale = None if self.scale is None else self.scale.index_select(0, heads)
+        return made
+
+    def scores(self, query: Tensor, heads: Tensor | None = None) -> Tensor:
+        """query [n, r, D] . digest of every chunk, but for a number per query: [n, r, P], at least float32.
+
+        heads: int64 [n], the head that every row asks; None = row i asks head i.
+        """
+        data, scale = self.data, self.scale
+        if heads is not None:
+            data, scale = data.index_select(0, heads), None if scale is None else scale.index_select(0, heads)
+        if self.kind == "model":
+            found = torch.bmm(query, data)
+            return found if found.dtype == torch.float64 else found.float()
+        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+        query = query.to(wide)
+        if scale is not None:
+            query = query * scale.to(wide)[:, None]
+        columns = max(1, _AT_ONCE // max(1, data.shape[0] * data.shape[1]))
+        found = query.new_empty(*query.shape[:2], data.shape[-1])
+        for first in range(0, data.shape[-1], columns):
+            part = slice(first, first + columns)
+            torch.bmm(query, data[..., part].to(wide), out=found[..., part])
+        return found
+
+
+def digest_bytes(kind: DigestDtype, dim: int, itemsize: int) -> tuple[int, int]:
+    """Bytes of one digest, and of what a head's digests need once; `itemsize` is that of the model's dtype."""
+    if kind == "int8":
+        return dim, 4 * dim
+    return dim * (2 if kind == "bf16" else itemsize), 0
