@@ -182,7 +182,7 @@ class RecycleBin:
         if any(new):
             order = self._order(view)
             marked = segments.view(MARKED)[:, : order.shape[1]]
-            segments.put(MARKED, _lowest(order.masked_fill_(marked, torch.inf), new), new, True)
+            segments.put(MARKED, _lowest(order.masked_fill(marked, torch.inf), new), new, True)
         state["marked"] = torch.tensor(over)
 
     def _flush(self, view: DecodeView, over: list[int], evict: list[int]) -> Tensor:
@@ -211,7 +211,7 @@ class RecycleBin:
         return ~victims.expand(-1, segments.heads, -1)
 
     def _order(self, view: DecodeView, positions: Tensor | None = None) -> Tensor:
-        """What tokens are ranked by, [B, H or 1, M], a copy; the lowest goes first, and those with inf never.
+        """What tokens are ranked by, [B, H or 1, M], to be read only; the lowest goes first, and those with inf never.
 
         positions [B, H, M] where slots may lie in any order; without, they lie in the order of tokens.
         """
@@ -231,7 +231,7 @@ class RecycleBin:
             if any(recent):
                 newest = positions >= self._first_recent(view, recent)
                 barred = newest if barred is None else barred | newest
-        return order.clone() if barred is None else order.masked_fill(barred, torch.inf)
+        return order if barred is None else order.masked_fill(barred, torch.inf)
 
     def _look_up_protected(self, view: DecodeView) -> None:
         """Before slots are moved for the first time: which tokens are sinks, and which are the newest.
@@ -321,7 +321,12 @@ def _first(order: Tensor, counts: list[int]) -> Tensor:
     """Marks the counts[b] highest of order [B, H, M] in each run; ties go to the lower slot; -inf is never marked."""
     if max(counts) <= 0:
         return torch.zeros_like(order, dtype=torch.bool)
-    return keep_top(order, torch.tensor(counts, device=order.device)[:, None])
+    wanted = torch.tensor(counts, device=order.device)[:, None]
+    if max(counts) > 1:
+        return keep_top(order, wanted)
+    top, where = order.max(dim=-1, keepdim=True)  # no sorting for one
+    marks = torch.zeros_like(order, dtype=torch.bool)
+    return marks.scatter_(-1, where, (top > -torch.inf) & (wanted[..., None] > 0))
 
 
 def check_rows(name: str, rows: str | int) -> None:
