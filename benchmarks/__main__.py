@@ -26,6 +26,7 @@ Methods = Annotated[list[str] | None, typer.Option("--method", help="Repeat for 
 Geometry = Annotated[str, typer.Option(help="qwen2.5-vl-7b, qwen2.5-vl-3b, llava-1.5 or demo.")]
 Dtype = Annotated[str, typer.Option(help="fp32 or bf16.")]
 Backend = Annotated[str, typer.Option(help="Decode kernel, see foveakv.kernels.BACKENDS.")]
+DigestDtype = Annotated[str | None, typer.Option(help="hybridkv's option of that name.")]
 Repeats = Annotated[int | None, typer.Option(help="Rounds in which every side runs once.")]
 Seed = Annotated[int, typer.Option()]
 Label = Annotated[str, typer.Option(help="Result file NAME-LABEL.json, for a second run with other settings.")]
@@ -54,6 +55,7 @@ def decode_attention(
     method: Methods = None,
     repeats: Repeats = None,
     backend: Backend = "auto",
+    digest_dtype: DigestDtype = None,
     dtype: Dtype = "fp32",
     seed: Seed = common.SEED,
     label: Label = "",
@@ -69,6 +71,7 @@ def decode_attention(
         "methods": method or list(CORE),
         "repeats": repeats or (2 if quick else 70),
         "backend": backend,
+        "digest_dtype": digest_dtype,
         "dtype": dtype,
         "seed": seed,
     }
@@ -186,7 +189,7 @@ def memory(
     budget: Budgets = None,
     method: Methods = None,
     layers: Annotated[int, typer.Option(help="Layers, all with the same prompt.")] = 4,
-    digest_dtype: Annotated[str | None, typer.Option(help="hybridkv's option of that name, where it has one.")] = None,
+    digest_dtype: DigestDtype = None,
     dtype: Dtype = "fp32",
     seed: Seed = common.SEED,
     label: Label = "",

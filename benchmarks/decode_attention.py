@@ -64,7 +64,13 @@ def _group(recorder: Recorder, group: dict[str, Any]) -> list[dict[str, Any]]:
     }
     holders: dict[str, Any] = {"transformers default": default, "packed SDPA": packed}
     drivers: dict[str, Driver] = {}
-    chosen = at_budget(group["budget"], context, prefill_rows=SCORED_ROWS, names=settings["methods"])
+    chosen = at_budget(
+        group["budget"],
+        context,
+        prefill_rows=SCORED_ROWS,
+        names=settings["methods"],
+        digest_dtype=settings["digest_dtype"],
+    )
     for name, method in chosen.items():
         recorder.method(f"{name} {group['budget']:g}", method)
         driver = drivers[name] = Driver(shape, method, context, backend=group["backend"], question=QUESTION)

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.common import Recorder
 from benchmarks.layers import Driver, dtype_of, peaked, shape_of
-from benchmarks.methods import at_budget, has_option
+from benchmarks.methods import at_budget
 from foveakv.report import Report
 
 BY = ("geometry", "context", "budget", "method")
@@ -20,8 +20,6 @@ def run(recorder: Recorder) -> None:
     """One group of rows per context and budget."""
     settings = recorder.settings
     shape, layers, digest_dtype = shape_of(settings["geometry"]), settings["layers"], settings["digest_dtype"]
-    if digest_dtype and not has_option("hybridkv", "digest_dtype"):
-        raise SystemExit("this version's hybridkv has no option digest_dtype; leave --digest-dtype out")
     for context in settings["contexts"]:
         tensors = peaked(shape, context, settings["seed"], dtype=dtype_of(settings["dtype"]))
         for budget in settings["budgets"]:

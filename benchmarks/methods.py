@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
 from foveakv import methods
-from foveakv.methods import Method, find
+from foveakv.methods import Method
 
 CORE = ("full", "hae", "hybridkv", "snapkv", "adakv")
 ALL = ("full", "fastv", "hae", "hae (DAP only)", "random", "streaming", "h2o", "snapkv", "adakv", "hybridkv")
@@ -44,8 +43,3 @@ def at_budget(
         method, options = settings.get(name, (name, {"budget": budget}))
         made[name] = methods.get(method, **options)
     return made
-
-
-def has_option(method: str, option: str) -> bool:
-    """Whether this version of a method knows an option."""
-    return any(field.name == option for field in dataclasses.fields(find(method)))

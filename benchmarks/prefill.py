@@ -5,8 +5,8 @@ main figure is `own_share`: the library's own work after each layer's attention,
 a share of a plain prefill. `over_plain`, whole against whole, says the same with the noise of both. Plain prefills run
 before, between and after the methods; `plain_drift` is how far apart they lie.
 
-The part `drop` compares whole prefills of a slice with more layers (tokens leave after the first one, so a slice of
-two could at best be halved).
+The part `drop` compares whole prefills of the longest prompt and a slice with more layers (tokens leave after the first
+one, so a slice of two could at best be halved).
 """
 
 from __future__ import annotations
@@ -34,9 +34,13 @@ DROPPED = 0.75  # of the visual tokens, in the part `drop`
 def run(recorder: Recorder) -> None:
     """Parts `overhead` and `drop`, row by row."""
     settings = recorder.settings
-    for part, layers in (("overhead", settings["layers"]), ("drop", settings["drop_layers"])):
+    parts = (
+        ("overhead", settings["layers"], settings["contexts"]),
+        ("drop", settings["drop_layers"], [max(settings["contexts"])]),
+    )
+    for part, layers, contexts in parts:
         model = None
-        for context in settings["contexts"] if layers else []:
+        for context in contexts if layers else []:
             if recorder.has(part=part, context=context, method="plain"):
                 continue
             if model is None:
