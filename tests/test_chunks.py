@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
+import mmap
+import os
 import resource
+import sys
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ import torch
 from torch import Tensor
 
 from foveakv.errors import FoveaKVError, StoreError
+from foveakv.memory.chunk_files import ChunkWriter
 from foveakv.memory.chunks import ChunkStore
 from foveakv.memory.segments import Segments
 
@@ -278,6 +283,31 @@ def test_the_file_has_no_name(tmp_path: Any) -> None:
     del layer
     gc.collect()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks the system what it has in memory")
+def test_a_file_is_read_page_by_page(tmp_path: Any) -> None:
+    """Reading a few pages of a file that is not in memory does not bring the rest of it there."""
+    like = torch.zeros(1)
+    writer = ChunkWriter("disk", 4096, 1024, like, tmp_path)
+    writer.write(torch.arange(4096.0)[:, None].expand(4096, 1024).contiguous())
+    assert writer.file is not None
+    os.fsync(writer.file.fileno())
+    os.posix_fadvise(writer.file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    rows = writer.finish()
+
+    def in_memory() -> int:
+        pages = (ctypes.c_ubyte * (rows.nbytes // mmap.PAGESIZE))()
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.mincore(ctypes.c_void_p(rows.data_ptr()), ctypes.c_size_t(rows.nbytes), pages):
+            pytest.skip(f"mincore: {os.strerror(ctypes.get_errno())}")
+        return sum(page & 1 for page in pages) * mmap.PAGESIZE
+
+    if in_memory():
+        pytest.skip("this file system keeps its files in memory")
+    index = torch.arange(17, 4096, 300)
+    assert torch.equal(rows.index_select(0, index)[:, 5], index.float())
+    assert in_memory() < rows.nbytes / 8
 
 
 def test_a_missing_directory_is_named(tmp_path: Any) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import tempfile
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,10 +57,12 @@ class ChunkWriter:
             return self.buffer
         try:
             with self.file:
-                mapped = np.memmap(self.file, dtype=np.uint8, mode="c", shape=(self.nbytes,))
+                mapped = mmap.mmap(self.file.fileno(), self.nbytes, access=mmap.ACCESS_COPY)
         except OSError as error:
             raise self._error(error) from error
-        return torch.from_numpy(mapped).view(self.dtype).view(self.shape)
+        if hasattr(mmap, "MADV_RANDOM"):  # else reading ahead brings the whole file to memory within a few steps
+            mapped.madvise(mmap.MADV_RANDOM)
+        return torch.frombuffer(mapped, dtype=torch.uint8).view(self.dtype).view(self.shape)
 
     def _error(self, error: OSError) -> StoreError:
         return StoreError(

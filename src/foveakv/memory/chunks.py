@@ -248,7 +248,7 @@ class ChunkStore:
             if not self._equal:
                 beyond = torch.arange(longest, device=self.device) >= self._count[:, None]
                 scores = scores.masked_fill_(beyond[:, None], -torch.inf)
-            top = scores.sub_(scores.logsumexp(-1, keepdim=True)).amax(1)
+            top = scores.log_softmax(-1).amax(1)
             best = top if best is None else torch.maximum(best, top)
         assert best is not None  # split yields at least one part
         return best
