@@ -82,6 +82,17 @@ class Layer:
                 assert torch.equal(values[b, h, slot], self.values[b, h, column])
 
 
+def step(layer: Layer, query: Tensor, in_place: bool) -> Tensor:
+    """Positions [B, H, M] that a step with this query attends to, -1 where none."""
+    if not in_place:
+        layer.store.fetch(layer.segments, query, 0.25)
+        return layer.segments.positions()
+    layer.store.pick(query, 0.25)
+    chosen = layer.store.chosen_positions()
+    own = layer.segments.positions()
+    return own if chosen is None else torch.cat([own, chosen], -1)
+
+
 RAGGED: dict[str, Any] = {"dynamic": [[True, False, True], [False, True, False]], "lengths": [83, 46]}
 
 
@@ -115,6 +126,37 @@ def test_fetch_holds_the_most_relevant_chunks(place: str, q: int) -> None:
         assert asked == sum(slots.values()) * CHUNK
         assert hits == sum(len(expected[run] & held[run]) for run in slots) * CHUNK
         held = expected
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pick_names_what_fetch_would_copy(place: str, dtype: torch.dtype) -> None:
+    slots = torch.tensor([[3, 0, 99], [0, 2, 0]])
+    copying, reading = (Layer(**RAGGED, place=place, dtype=dtype) for _ in range(2))
+    copying.store.reserve(copying.segments, slots)
+    reading.store.reserve(reading.segments, slots, in_place=True)
+    assert reading.store.chosen_slots.tolist() == [[3 * CHUNK, 0, 0], [0, 2 * CHUNK, 0]]
+    assert reading.store.extra_slots == copying.store.extra_slots
+    own = reading.segments.positions()
+    for _ in range(5):
+        query = copying.query()
+        assert reading.store.pick(query, 0.25) == copying.store.fetch(copying.segments, query, 0.25)
+        chosen = reading.store.chosen_positions()
+        assert chosen is not None
+        together = torch.cat([own, chosen], -1)
+        expected = copying.segments.positions()
+        pages = reading.store.pages()
+        for b in range(2):
+            for h in range(3):
+                positions = [p for p in together[b, h].tolist() if p >= 0]
+                assert sorted(positions) == [p for p in sorted(expected[b, h].tolist()) if p >= 0]
+                table = pages.table[b * 3 + h]
+                count = int((table >= 0).sum())
+                assert bool((table[:count] >= 0).all()), "pages come first"
+                columns = chosen[b, h][: count * CHUNK]
+                assert torch.equal(pages.keys[table[:count]].view(-1, DIM), reading.keys[b, h, columns])
+                assert torch.equal(pages.values[table[:count]].view(-1, VALUE_DIM), reading.values[b, h, columns])
+    assert torch.equal(reading.segments.positions(), own), "nothing may be written"
 
 
 def test_the_same_query_again_copies_nothing() -> None:
@@ -178,20 +220,20 @@ def test_decoded_tokens_stay_behind_the_slots() -> None:
         assert positions[0, 0, -step - 1 :].tolist() == list(range(83, 84 + step))
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("index", [[1, 0], [0, 0], [1, 1], [1, 0, 1, 1], [0], [0, 1]])
-def test_select_sequences(index: list[int]) -> None:
+def test_select_sequences(index: list[int], in_place: bool) -> None:
     layer = Layer(**RAGGED)
     slots = torch.tensor([[3, 0, 5], [0, 2, 0]])
-    layer.store.reserve(layer.segments, slots)
-    layer.store.fetch(layer.segments, layer.query(), 0.25)
+    layer.store.reserve(layer.segments, slots, in_place=in_place)
+    step(layer, layer.query(), in_place)
     data = layer.store._keys.data_ptr(), layer.store.digests.data_ptr()
     layer.segments.select_sequences(torch.tensor(index))
     layer.store.select_sequences(torch.tensor(index))
     assert (layer.store._keys.data_ptr(), layer.store.digests.data_ptr()) == data
     for _ in range(3):
         query = torch.randn(len(index), 3 * GROUP, 1, DIM, generator=layer.generator)
-        layer.store.fetch(layer.segments, query, 0.25)
-        positions = layer.segments.positions()
+        positions = step(layer, query, in_place)
         for new, old in enumerate(index):
             for h in range(3):
                 if not layer.dynamic[old, h]:
@@ -230,16 +272,22 @@ def test_a_copy_goes_its_own_way_over_the_same_chunks() -> None:
             one.check({(b, h): one.best(query, b, h, 2) for b, h in layer.dynamic.nonzero().tolist()})
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("place", PLACES)
-def test_bytes(place: str) -> None:
+def test_bytes(place: str, in_place: bool) -> None:
     layer = Layer(**RAGGED, place=place)
     tokens = (2 * layer.counts[0] + layer.counts[1]) * CHUNK
     stored = tokens * (DIM + VALUE_DIM) * 4
     assert layer.store.extra_slots == tokens
     assert layer.store.host_nbytes == (0 if place == "device" else stored)
     assert layer.store.digest_nbytes == 3 * layer.counts[0] * DIM * 4
-    layer.store.reserve(layer.segments, torch.full((2, 3), 2))
-    layer.store.fetch(layer.segments, layer.query(), 0.25)
+    layer.store.reserve(layer.segments, torch.full((2, 3), 2), in_place=in_place)
+    if in_place:
+        layer.store.pick(layer.query(), 0.25)
+        budget = 3 * 2 * CHUNK * (DIM + VALUE_DIM) * 4
+        assert layer.store.host_nbytes == (0 if place == "device" else stored - budget)
+    else:
+        layer.store.fetch(layer.segments, layer.query(), 0.25)
     tensors = [value for value in vars(layer.store).values() if isinstance(value, Tensor)] + [layer.store.digests]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}
     assert layer.store.device_nbytes + layer.store.host_nbytes == sum(storages.values())
