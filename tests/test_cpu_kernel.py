@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import os
 import re
@@ -137,7 +136,7 @@ def test_what_it_cannot_read_is_an_error_and_auto_goes_elsewhere() -> None:
 
 @needs_kernel
 def test_arguments_are_laid_out_alike() -> None:
-    assert build.KERNEL.library().foveakv_arguments_size() == ctypes.sizeof(cpu._Arguments)
+    assert build.KERNEL.library().foveakv_arguments_size() == cpu.ARGUMENTS.size
 
 
 # ---- chunks of a store, read in place

@@ -17,7 +17,7 @@ from foveakv.memory.codes import Codes, Exact
 from foveakv.memory.segments import Runs
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
-CPU = [name for name in ("blocks",) if problem(name) is None]
+CPU = [name for name in ("blocks", "cpu") if problem(name) is None]
 
 
 def owners(runs: Runs) -> torch.Tensor:
@@ -114,7 +114,7 @@ def test_all_backends_agree(
     arguments = (query, runs, scaling, mask)
     torch.set_num_threads(threads)
     try:
-        for name in ("reference", *CPU):
+        for name in ("reference", *CPU, "auto"):
             if query.dtype == torch.float64 and name == "cpu":
                 continue
             got = attend(*arguments, need_mass=True, need_lse=True, other_lse=other, backend=name)

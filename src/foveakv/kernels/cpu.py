@@ -1,13 +1,13 @@
 """Decode attention on a CPU, from a small C++ kernel (cpu_decode.cpp) that is built on first use.
 
 Runs of any lengths are read in place, once for all query heads that share a KV head, and are spread over torch's own
-threads. Storage may be float32, bfloat16 or float16; arithmetic is float32. `attend_with_chunks` reads pages of a store
-in the same pass.
+threads. Storage may be float32, bfloat16, float16 or codes of 8 or 4 bits, with full-precision copies of some slots;
+arithmetic is float32. `attend_with_chunks` reads pages of a store in the same pass.
 """
 
 from __future__ import annotations
 
-import ctypes
+import struct
 
 import torch
 from torch import Tensor
@@ -18,29 +18,32 @@ from foveakv.kernels.contract import Attended
 from foveakv.memory.segments import Runs
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+KINDS = {"int8": 3, "int4": 4}
 _FAILURES = {
     1: "a run reaches beyond its buffer",
     2: "the table names a chunk that the store does not hold",
     4: "there is not enough memory",
 }
-
-
-class _Arguments(ctypes.Structure):
-    """`struct Arguments` of cpu_decode.cpp, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("dtype", "runs", "rows", "dim", "value_dim")),
-        *((name, ctypes.c_void_p) for name in ("query", "keys", "values")),
-        *((name, ctypes.c_int64) for name in ("key_stride", "value_stride", "stored")),
-        *((name, ctypes.c_void_p) for name in ("start", "length", "mask")),
-        *((name, ctypes.c_int64) for name in ("mask_batch", "mask_head", "mask_query", "heads", "q")),
-        *((name, ctypes.c_void_p) for name in ("chunk_keys", "chunk_values")),
-        *((name, ctypes.c_int64) for name in ("chunks", "chunk", "table_width")),
-        ("table", ctypes.c_void_p),
-        ("scaling", ctypes.c_double),
-        *((name, ctypes.c_void_p) for name in ("out", "lse", "mass")),
-        ("mass_width", ctypes.c_int64),
-    )
+# `struct Arguments` of cpu_decode.cpp, field by field: q an int64, P a pointer, d a double.
+_FIELDS = {
+    **dict.fromkeys(("format", "runs", "rows", "dim", "value_dim"), "q"),
+    "query": "P",
+    **dict.fromkeys(("query_bfloat16", "query_batch", "query_head", "query_query"), "q"),
+    **dict.fromkeys(("keys", "values"), "P"),
+    **dict.fromkeys(("key_stride", "value_stride", "stored"), "q"),
+    **dict.fromkeys(("start", "length", "mask"), "P"),
+    **dict.fromkeys(("mask_batch", "mask_head", "mask_query", "heads", "q"), "q"),
+    **dict.fromkeys(("chunk_keys", "chunk_values"), "P"),
+    **dict.fromkeys(("chunks", "chunk", "table_width"), "q"),
+    **dict.fromkeys(("table", "key_scale", "key_zero", "entry", "copied_keys", "copied_values"), "P"),
+    **dict.fromkeys(("copied_format", "window"), "q"),
+    "scaling": "d",
+    **dict.fromkeys(("other_lse", "out", "lse", "mass"), "P"),
+    "mass_width": "q",
+}
+ARGUMENTS = struct.Struct(
+    "".join(_FIELDS.values())
+)  # packed anew in every call: a fifth of the time of ctypes.Structure
 
 
 def problem() -> str | None:
@@ -50,7 +53,11 @@ def problem() -> str | None:
 
 def supports(query: Tensor, runs: Runs) -> bool:
     """Whether these tensors are of a kind that the kernel reads."""
-    return query.device.type == "cpu" and runs.codes is None and runs.keys.dtype in DTYPES and query.dtype in DTYPES
+    if query.device.type != "cpu" or query.dtype not in DTYPES:
+        return False
+    if runs.codes is None:
+        return runs.keys.dtype in DTYPES
+    return runs.codes.kind in KINDS and (runs.exact is None or runs.exact.keys.dtype in DTYPES)
 
 
 def attend(
@@ -66,9 +73,7 @@ def attend(
 
     MethodError: tensors that the kernel does not read (float64, other devices), or no kernel, with the reason.
     """
-    if other_lse is None:
-        return _attend(query, runs, scaling, mask, need_mass, need_lse, None)
-    raise NotImplementedError
+    return _attend(query, runs, scaling, mask, need_mass, need_lse, other_lse, None)
 
 
 @torch.no_grad()
@@ -95,6 +100,8 @@ def attend_with_chunks(
         need_lse: also return the log-sum-exp [B, Hq, q], over both.
     MethodError: as in `attend`. ValueError: shapes that do not fit, or an index beyond the store.
     """
+    if runs.codes is not None:
+        raise MethodError("the cpu backend reads chunks beside runs of numbers only, not beside codes")
     total, dim, value_dim = runs.batch * runs.heads, runs.keys.shape[1], runs.values.shape[1]
     if chunk_keys.dtype != runs.keys.dtype or chunk_values.dtype != runs.keys.dtype:
         raise ValueError(f"chunks must be stored as the runs are, in {runs.keys.dtype}, not {chunk_keys.dtype}")
@@ -107,7 +114,7 @@ def attend_with_chunks(
     if any(part.device.type != "cpu" for part in (chunk_keys, chunk_values, table)):
         raise MethodError("the cpu backend reads chunks on the CPU only")
     chunks = chunk_keys.contiguous(), chunk_values.contiguous(), table.contiguous()
-    return _attend(query, runs, scaling, mask, need_mass, need_lse, chunks)
+    return _attend(query, runs, scaling, mask, need_mass, need_lse, None, chunks)
 
 
 def _attend(
@@ -117,50 +124,80 @@ def _attend(
     mask: Tensor | None,
     need_mass: bool,
     need_lse: bool,
+    other_lse: Tensor | None,
     chunks: tuple[Tensor, Tensor, Tensor] | None,
 ) -> Attended:
     if not supports(query, runs):
         raise MethodError(
-            f"the cpu backend reads float32, bfloat16 and float16 on the CPU, not {runs.keys.dtype} on "
-            f"{query.device}; choose backend='blocks' or 'auto'"
+            f"the cpu backend reads float32, bfloat16 and float16 on the CPU, not {query.dtype} and "
+            f"{runs.keys.dtype} on {query.device}; choose backend='blocks' or 'auto'"
         )
     try:
         library = KERNEL.library()
     except BuildError as error:
         raise MethodError(f"the cpu backend is not available: {error}; choose backend='blocks' or 'auto'") from error
     batch, query_heads, q, dim = query.shape
-    keys, values, longest = runs.keys, runs.values, runs.max_length
-    if keys.shape[1] != dim or query_heads % runs.heads or batch != runs.batch:
-        raise ValueError(f"query {tuple(query.shape)} does not fit keys {tuple(keys.shape)} of {runs.heads} heads")
-    if values.dtype != keys.dtype or keys.stride(1) != 1 or values.stride(1) != 1:
+    keys, values, codes, heads, longest = runs.keys, runs.values, runs.codes, runs.heads, runs.max_length
+    if codes is None:
+        layout, width, value_dim = DTYPES[keys.dtype], keys.shape[1], values.shape[1]
+    else:
+        layout, width, value_dim = KINDS[codes.kind], codes.dim, codes.value_dim
+    if width != dim or query_heads % heads or batch != runs.batch:
+        raise ValueError(f"query {tuple(query.shape)} does not fit keys {tuple(keys.shape)} of {heads} heads")
+    key_stride, step = keys.stride()
+    value_stride, value_step = values.stride()
+    if values.dtype != keys.dtype or step != 1 or value_step != 1:
         raise ValueError("keys and values must be rows of one dtype, each row in one piece")
-    total, group, value_dim = batch * runs.heads, query_heads // runs.heads, values.shape[1]
-    source = query.to(torch.float32).contiguous()
-    out = torch.empty(batch, query_heads, q, value_dim)
-    lse = torch.empty(batch, query_heads, q)
-    mass = torch.zeros(batch, runs.heads, longest) if need_mass else None
+    if query.dtype == torch.float16:
+        source, dtype = query.to(torch.float32), torch.float32
+    else:
+        source, dtype = query, query.dtype
+    strides = source.stride()
+    if strides[3] != 1:
+        source = source.contiguous()
+        strides = source.stride()
+    out = torch.empty((batch, query_heads, q, value_dim), dtype=dtype)
+    lse = torch.empty((batch, query_heads, q)) if need_lse or need_mass else None
+    mass = torch.zeros((batch, heads, longest)) if need_mass else None
     start = runs.start if runs.start_host is None else runs.start_host
     length = runs.length if runs.length_host is None else runs.length_host
-    mask_strides = (0, 0, 0)
+    mask_at = mask_batch = mask_head = mask_query = 0
     if mask is not None:
-        mask = mask if mask.stride(-1) == 1 else mask.contiguous()
-        mask_strides = tuple(0 if mask.shape[i] == 1 else mask.stride(i) for i in range(3))  # type: ignore[assignment]
-    chunk_keys, chunk_values, table = chunks or (None, None, None)
-    # Tensors that are named above stay alive during the call.
-    arguments = _Arguments(
-        DTYPES[keys.dtype], total, group * q, dim, value_dim,
-        source.data_ptr(), keys.data_ptr(), values.data_ptr(), keys.stride(0), values.stride(0), keys.shape[0],
-        start.data_ptr(), length.data_ptr(), _pointer(mask), *mask_strides, runs.heads, q,
-        _pointer(chunk_keys), _pointer(chunk_values),
-        0 if chunk_keys is None else chunk_keys.shape[0], 0 if chunk_keys is None else chunk_keys.shape[1] // dim,
-        0 if table is None else table.shape[1], _pointer(table),
-        scaling, out.data_ptr(), lse.data_ptr(), _pointer(mass), longest,
+        mask = mask if mask.stride(3) == 1 else mask.contiguous()
+        mask_batch, mask_head, mask_query = (0 if mask.shape[i] == 1 else mask.stride(i) for i in range(3))
+        mask_at = mask.data_ptr()
+    stored: tuple[int, ...] = (0, 0, 0, 0, 0, 0)
+    if chunks is not None:
+        chunk_keys, chunk_values, table = chunks
+        stored = (
+            chunk_keys.data_ptr(), chunk_values.data_ptr(), chunk_keys.shape[0], chunk_keys.shape[1] // dim,
+            table.shape[1], table.data_ptr(),
+        )  # fmt: skip
+    coded: tuple[int, ...] = (0, 0, 0, 0, 0, 0, 0)
+    if codes is not None:
+        exact = runs.exact
+        parts = (codes.key_scale, codes.key_zero, *(() if exact is None else (exact.keys, exact.values)))
+        if not all(part.is_contiguous() for part in parts):
+            raise ValueError("scales, zeros and full-precision copies must be contiguous")
+        coded = (codes.key_scale.data_ptr(), codes.key_zero.data_ptr(), *coded[2:])
+        if exact is not None and exact.keys.shape[1]:
+            coded = (
+                *coded[:2], exact.slot_entry.data_ptr(), exact.keys.data_ptr(), exact.values.data_ptr(),
+                DTYPES[exact.keys.dtype], exact.keys.shape[1],
+            )  # fmt: skip
+    if other_lse is not None:
+        other_lse = other_lse.to(torch.float32).contiguous()
+    itemsize = keys.element_size()
+    # Tensors that have a name stay alive during the call.
+    arguments = ARGUMENTS.pack(
+        layout, batch * heads, query_heads // heads * q, dim, value_dim,
+        source.data_ptr(), dtype == torch.bfloat16, *strides[:3], keys.data_ptr(), values.data_ptr(),
+        key_stride * itemsize, value_stride * itemsize, keys.shape[0], start.data_ptr(), length.data_ptr(),
+        mask_at, mask_batch, mask_head, mask_query, heads, q, *stored, *coded, scaling,
+        0 if other_lse is None else other_lse.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(),
+        0 if mass is None else mass.data_ptr(), longest,
     )  # fmt: skip
-    status = library.foveakv_attend(ctypes.byref(arguments))
+    status = library.foveakv_attend(arguments)
     if status:
         raise ValueError(f"decode attention on the CPU failed: {_FAILURES.get(status, f'status {status}')}")
-    return Attended(out.to(query.dtype), mass, lse if need_lse else None)
-
-
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+    return Attended(out if dtype == query.dtype else out.to(query.dtype), mass, lse if need_lse else None)

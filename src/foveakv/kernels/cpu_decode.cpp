@@ -5,8 +5,12 @@
 // sum of the values. Every key and value is loaded once for up to BLOCK query rows, whose sums stay in registers. Pieces
 // of one run are merged by their log-sum-exp.
 //
-// Arithmetic is float32. Storage is read through Load<T>, tiles through row pointers: other storage formats and other
-// places (pages of a store) need a loader or a way to find rows, and no further change.
+// Arithmetic is float32. Storage is read through a format (Float32 and its like), tiles through row pointers: other
+// formats and other places (pages of a store) need a loader or a way to find rows, and no further change.
+//
+// Codes (see memory/codes.py) are multiplied as they are. The query takes the scales of the key channels, its product
+// with their zeros is added to every score; a weight takes the scale of its token's values, and the weighted zeros are
+// summed on their own. Slots that have a full-precision copy are read from it, tile by tile.
 //
 // One library per instruction set: vectors are as wide as the compiler's flags allow.
 
@@ -50,6 +54,7 @@ typedef float Vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t Int __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Unsigned __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Half __attribute__((vector_size(2 * LANES)));
+typedef uint8_t Byte __attribute__((vector_size(LANES)));
 
 // ---------------------------------------------------------------------------------------------------------- vectors
 
@@ -151,49 +156,39 @@ inline Vec exponential(Vec x) {
 
 // ---------------------------------------------------------------------------------------------------------- storage
 
+// A format reads units of BYTES bytes, LANES at a time. A unit holds PER neighbouring numbers, and the part-th of every
+// unit make a vector: queries and sums are laid out accordingly (`place`).
+
+template <int BYTES>
+struct Raw {
+  typedef uint8_t Type __attribute__((vector_size(BYTES * LANES)));
+};
+
+struct Float32 {
+  static constexpr int BITS = 32, PER = 1, BYTES = 4;
+  static constexpr bool CODES = false;
+  static Vec open(Raw<4>::Type raw, int) { return same_bits<Vec>(raw); }
+};
+
 struct BFloat16 {
-  uint16_t bits;
-};
-struct Float16 {
-  uint16_t bits;
-};
-
-template <class T>
-struct Load;  // a stored number's vector of LANES
-
-template <>
-struct Load<float> {
-  static Vec full(const float* from) { return load(from); }
-};
-
-template <>
-struct Load<BFloat16> {
-  static Vec full(const BFloat16* from) {
-#if defined(__AVX512F__)
-    const __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
-#elif defined(__AVX2__)
-    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
-#else
-    Half half;
-    std::memcpy(&half, from, sizeof half);
-    return same_bits<Vec>(__builtin_convertvector(half, Unsigned) << 16);
-#endif
+  static constexpr int BITS = 16, PER = 2, BYTES = 4;
+  static constexpr bool CODES = false;
+  static Vec open(Raw<4>::Type raw, int part) {
+    const Unsigned pair = same_bits<Unsigned>(raw);
+    return same_bits<Vec>(part ? pair & 0xffff0000u : pair << 16);
   }
 };
 
-template <>
-struct Load<Float16> {
-  static Vec full(const Float16* from) {
+struct Float16 {
+  static constexpr int BITS = 16, PER = 1, BYTES = 2;
+  static constexpr bool CODES = false;
+  static Vec open(Raw<2>::Type raw, int) {
 #if defined(__AVX512F__)
-    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    return _mm512_cvtph_ps(same_bits<__m256i>(raw));
 #elif defined(__AVX2__) && defined(__F16C__)
-    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    return _mm256_cvtph_ps(same_bits<__m128i>(raw));
 #else
-    Half half;
-    std::memcpy(&half, from, sizeof half);
-    const Unsigned wide = __builtin_convertvector(half, Unsigned);
+    const Unsigned wide = __builtin_convertvector(same_bits<Half>(raw), Unsigned);
     const Unsigned shifted = (wide & 0x7fffu) << 13;
     Vec value = same_bits<Vec>(shifted) * 0x1p112f;  // exact, subnormal numbers too
     Unsigned bits = same_bits<Unsigned>(value);
@@ -204,22 +199,89 @@ struct Load<Float16> {
   }
 };
 
-// The last `count` < LANES numbers of a row: what lies behind them belongs to somebody else.
-template <class T>
-inline Vec load_part(const T* from, int count) {
-  T part[LANES] = {};
-  if (LANES == 16 && count == 8) {
-    std::memcpy(part, from, 8 * sizeof(T));
-  } else {
-    for (int i = 0; i < count; ++i) part[i] = from[i];
-  }
-  return Load<T>::full(part);
+inline Int widened(Byte bytes) {
+#if defined(__AVX512F__)
+  return same_bits<Int>(_mm512_cvtepu8_epi32(same_bits<__m128i>(bytes)));
+#elif defined(__AVX2__)
+  return same_bits<Int>(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(same_bits<int64_t>(bytes))));
+#else
+  return __builtin_convertvector(bytes, Int);
+#endif
 }
 
-// Starts fetching `count` numbers to the second-level cache; harmless where nothing lies.
+inline Vec converted(Int x) {
+#if defined(__AVX512F__)
+  return _mm512_cvtepi32_ps(same_bits<__m512i>(x));
+#elif defined(__AVX2__)
+  return _mm256_cvtepi32_ps(same_bits<__m256i>(x));
+#else
+  return __builtin_convertvector(x, Vec);
+#endif
+}
+
+struct Code8 {
+  static constexpr int BITS = 8, PER = 1, BYTES = 1;
+  static constexpr bool CODES = true;
+  static Vec open(Raw<1>::Type raw, int) { return converted(widened(raw)); }
+};
+
+struct Code4 {
+  static constexpr int BITS = 4, PER = 2, BYTES = 1;
+  static constexpr bool CODES = true;
+  static Vec open(Raw<1>::Type raw, int part) {
+    const Int pair = widened(raw);
+    return converted(part ? pair >> 4 : pair & 15);
+  }
+};
+
 template <class T>
-inline void prefetch(const T* from, int count) {
-  for (int i = 0; i < count; i += 64 / sizeof(T)) __builtin_prefetch(from + i, 0, 2);
+inline typename Raw<T::BYTES>::Type raw(const uint8_t* from) {
+  typename Raw<T::BYTES>::Type x;
+  std::memcpy(&x, from, sizeof x);
+  return x;
+}
+
+// The last `count` bytes of a row, fewer than a vector's: what lies behind them belongs to somebody else.
+template <class T>
+inline typename Raw<T::BYTES>::Type raw_part(const uint8_t* from, int count) {
+  using Type = typename Raw<T::BYTES>::Type;
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  if constexpr (sizeof(Type) == 64) {
+    return same_bits<Type>(_mm512_maskz_loadu_epi8((1ull << count) - 1, from));
+  } else if constexpr (sizeof(Type) == 32) {
+    return same_bits<Type>(_mm256_maskz_loadu_epi8((1u << count) - 1, from));
+  } else {
+    return same_bits<Type>(_mm_maskz_loadu_epi8((1u << count) - 1, from));
+  }
+#else
+  Type x = {};
+  std::memcpy(&x, from, count);
+  return x;
+#endif
+}
+
+template <class T>
+constexpr int64_t row_bytes(int64_t dim) { return (dim * T::BITS + 7) / 8; }
+
+// Bytes of a row that whole vectors cover.
+template <class T>
+constexpr int whole_bytes(int dim) { return dim / (T::PER * LANES) * (T::BYTES * LANES); }
+
+// Numbers of a row, padded to whole vectors.
+template <class T>
+constexpr int64_t padded(int64_t dim) { return (dim + T::PER * LANES - 1) / (T::PER * LANES) * (T::PER * LANES); }
+
+// Where the d-th number of a row lies in a query or a sum.
+template <class T>
+constexpr int64_t place(int64_t d) {
+  if constexpr (T::PER == 1) return d;
+  const int64_t unit = d / T::PER;
+  return unit / LANES * LANES * T::PER + d % T::PER * LANES + unit % LANES;
+}
+
+// Starts fetching `count` bytes to the second-level cache; harmless where nothing lies.
+inline void prefetch(const uint8_t* from, int count) {
+  for (int i = 0; i < count; i += 64) __builtin_prefetch(from + i, 0, 2);
 }
 
 // ---------------------------------------------------------------------------------------------------- a tile's inner loops
@@ -231,34 +293,41 @@ inline void prefetch(const T* from, int count) {
 
 // scores[g][k .. k + K - 1] = query row g . key k; query rows are padded with zeros to whole vectors.
 template <class T, int G, int K>
-inline void score_some(const float* query, int64_t stride, const T* const* keys, const T* const* next, int k, int dim,
-                       float* scores) {
-  const T* row[K];
+inline void score_some(const float* query, int64_t stride, const uint8_t* const* keys, const uint8_t* const* next, int k,
+                       int dim, float* scores) {
+  const uint8_t* row[K];
   Vec total[K][G];
   for (int i = 0; i < K; ++i) {
     row[i] = keys[k + i];
     for (int g = 0; g < G; ++g) total[i][g] = zero();
   }
-  const int whole = dim / LANES * LANES;
-  for (int d = 0; d < whole; d += LANES) {
-    if (next && d * sizeof(T) % 64 == 0) {
+  const int whole = whole_bytes<T>(dim);
+  int d = 0;
+  for (int at = 0; at < whole; at += T::BYTES * LANES) {
+    if (next && at % 64 == 0) {
 #pragma GCC unroll 8
-      for (int i = 0; i < K; ++i) __builtin_prefetch(next[k + i] + d, 0, 2);
+      for (int i = 0; i < K; ++i) __builtin_prefetch(next[k + i] + at, 0, 2);
     }
-    Vec x[K];
+#pragma GCC unroll 2
+    for (int part = 0; part < T::PER; ++part, d += LANES) {
+      Vec x[K];
 #pragma GCC unroll 8
-    for (int i = 0; i < K; ++i) x[i] = Load<T>::full(row[i] + d);
+      for (int i = 0; i < K; ++i) x[i] = T::open(raw<T>(row[i] + at), part);
 #pragma GCC unroll 8
-    for (int g = 0; g < G; ++g) {
-      const Vec q = load(query + g * stride + d);
+      for (int g = 0; g < G; ++g) {
+        const Vec q = load(query + g * stride + d);
 #pragma GCC unroll 8
-      for (int i = 0; i < K; ++i) total[i][g] += x[i] * q;
+        for (int i = 0; i < K; ++i) total[i][g] += x[i] * q;
+      }
     }
   }
-  if (whole < dim) {
+  if (const int rest = int(row_bytes<T>(dim)) - whole; rest > 0) {
     for (int i = 0; i < K; ++i) {
-      const Vec x = load_part<T>(row[i] + whole, dim - whole);
-      for (int g = 0; g < G; ++g) total[i][g] += x * load(query + g * stride + whole);
+      const auto last = raw_part<T>(row[i] + whole, rest);
+      for (int part = 0; part < T::PER; ++part) {
+        const Vec x = T::open(last, part);
+        for (int g = 0; g < G; ++g) total[i][g] += x * load(query + g * stride + d + part * LANES);
+      }
     }
   }
 #pragma GCC unroll 8
@@ -272,8 +341,8 @@ inline void score_some(const float* query, int64_t stride, const T* const* keys,
 }
 
 template <class T, int G>
-__attribute__((noinline)) void score(const float* query, int64_t stride, const T* const* keys, const T* const* next, int count, int dim,
-           float* scores) {
+__attribute__((noinline)) void score(const float* query, int64_t stride, const uint8_t* const* keys,
+                                     const uint8_t* const* next, int count, int dim, float* scores) {
   // Sums of four keys at once where the registers hold them: one horizontal sum then serves four scores.
   constexpr int K = 4 * G + 4 <= REGISTERS ? 4 : 2 * G + 2 <= REGISTERS ? 2 : 1;
   int k = 0;
@@ -281,19 +350,24 @@ __attribute__((noinline)) void score(const float* query, int64_t stride, const T
   for (; k < count; ++k) score_some<T, G, 1>(query, stride, keys, next, k, dim, scores);
 }
 
-// out[g] += sum over k of weights[g][k] * value k, for N vectors from d on.
-template <class T, int G, int N>
-inline void weigh_some(const float* weights, const T* const* values, const T* const* next, int count, int d, float* out,
-                       int64_t stride) {
+// out[g] += sum over k of weights[g][k] * value k, for N vectors from the unit at byte `at` on, the first of them its
+// FIRST-th part.
+template <class T, int G, int N, int FIRST>
+inline void weigh_some(const float* weights, const uint8_t* const* values, const uint8_t* const* next, int count, int at,
+                       float* out, int64_t stride) {
+  constexpr int STEP = T::BYTES * LANES, FETCHED = (N + T::PER - 1) / T::PER * STEP;
+  out += at / T::BYTES * T::PER + FIRST * LANES;
   Vec total[G][N];
   for (int g = 0; g < G; ++g)
-    for (int j = 0; j < N; ++j) total[g][j] = load(out + g * stride + d + j * LANES);
+    for (int j = 0; j < N; ++j) total[g][j] = load(out + g * stride + j * LANES);
+  const bool fetch = next && (FETCHED >= 64 || at % 64 == 0) && FIRST == 0;
   for (int k = 0; k < count; ++k) {
-    if (next) prefetch(next[k] + d, N * LANES);
-    const T* row = values[k] + d;
+    if (fetch) prefetch(next[k] + at, FETCHED);
+    const uint8_t* row = values[k] + at;
     Vec x[N];
 #pragma GCC unroll 8
-    for (int j = 0; j < N; ++j) x[j] = Load<T>::full(row + j * LANES);
+    for (int j = 0; j < N; ++j)
+      x[j] = T::open(raw<T>(row + (FIRST + j) / T::PER * STEP), (FIRST + j) % T::PER);
 #pragma GCC unroll 8
     for (int g = 0; g < G; ++g) {
       const Vec w = splat(weights[g * TILE + k]);
@@ -302,22 +376,38 @@ inline void weigh_some(const float* weights, const T* const* values, const T* co
     }
   }
   for (int g = 0; g < G; ++g)
-    for (int j = 0; j < N; ++j) store(out + g * stride + d + j * LANES, total[g][j]);
+    for (int j = 0; j < N; ++j) store(out + g * stride + j * LANES, total[g][j]);
 }
 
 template <class T, int G>
-__attribute__((noinline)) void weigh(const float* weights, const T* const* values, const T* const* next, int count, int dim, float* out,
-           int64_t stride) {
+__attribute__((noinline)) void weigh(const float* weights, const uint8_t* const* values, const uint8_t* const* next,
+                                     int count, int dim, float* out, int64_t stride) {
   constexpr int N = 4 * (G + 1) < REGISTERS ? 4 : 2 * (G + 1) < REGISTERS ? 2 : 1;
-  int d = 0;
-  for (; d + N * LANES <= dim; d += N * LANES) weigh_some<T, G, N>(weights, values, next, count, d, out, stride);
-  for (; d + LANES <= dim; d += LANES) weigh_some<T, G, 1>(weights, values, next, count, d, out, stride);
-  if (d < dim) {
+  constexpr int STEP = T::BYTES * LANES;
+  const int whole = whole_bytes<T>(dim);
+  int at = 0;
+  if constexpr (N > T::PER) {
+    for (; at + N / T::PER * STEP <= whole; at += N / T::PER * STEP)
+      weigh_some<T, G, N, 0>(weights, values, next, count, at, out, stride);
+  }
+  for (; at < whole; at += STEP) {
+    if constexpr (N >= T::PER) {
+      weigh_some<T, G, T::PER, 0>(weights, values, next, count, at, out, stride);
+    } else {
+      weigh_some<T, G, 1, 0>(weights, values, next, count, at, out, stride);
+      weigh_some<T, G, 1, 1>(weights, values, next, count, at, out, stride);
+    }
+  }
+  if (const int rest = int(row_bytes<T>(dim)) - whole; rest > 0) {
+    out += whole / T::BYTES * T::PER;
     for (int k = 0; k < count; ++k) {
-      const Vec x = load_part<T>(values[k] + d, dim - d);
-      for (int g = 0; g < G; ++g) {
-        float* to = out + g * stride + d;
-        store(to, load(to) + x * weights[g * TILE + k]);
+      const auto last = raw_part<T>(values[k] + whole, rest);
+      for (int part = 0; part < T::PER; ++part) {
+        const Vec x = T::open(last, part);
+        for (int g = 0; g < G; ++g) {
+          float* to = out + g * stride + part * LANES;
+          store(to, load(to) + x * weights[g * TILE + k]);
+        }
       }
     }
   }
@@ -337,30 +427,70 @@ inline void with_rows(int rows, const Function& function) {
 
 // ------------------------------------------------------------------------------------------------------- what is asked
 
-// Mirrored field by field in cpu.py. Counts of slots and strides are in elements.
+// Mirrored field by field in cpu.py.
 extern "C" struct Arguments {
-  int64_t dtype;  // 0 float32, 1 bfloat16, 2 float16
+  int64_t format;  // of keys, values and chunks: 0 float32, 1 bfloat16, 2 float16, 3 codes of 8 bits, 4 of 4 bits
   int64_t runs, rows, dim, value_dim;  // rows: G * q query rows of a run
-  const float* query;  // [runs, rows, dim]
-  const void *keys, *values;
-  int64_t key_stride, value_stride, stored;  // between rows of the flat buffers, and how many there are
+  const void* query;  // [batch, heads * G, q, dim]
+  int64_t query_bfloat16;  // whether query and out are bfloat16, else float32
+  int64_t query_batch, query_head, query_query;  // strides in elements
+  const uint8_t *keys, *values;
+  int64_t key_stride, value_stride, stored;  // bytes between rows of the flat buffers, and how many there are
   const int64_t *start, *length;  // [runs]
   const uint8_t* mask;  // [batch, heads, q, slots] or null
   int64_t mask_batch, mask_head, mask_query;  // strides
   int64_t heads, q;  // run r = b * heads + h; row = g * q + i
-  const void *chunk_keys, *chunk_values;  // [chunks, chunk * dim], [chunks, chunk * value_dim] or null
+  const uint8_t *chunk_keys, *chunk_values;  // [chunks, chunk * dim], [chunks, chunk * value_dim] or null
   int64_t chunks, chunk, table_width;
   const int64_t* table;  // [runs, table_width], -1 = none
+  const float *key_scale, *key_zero;  // [runs, dim], for codes
+  const int16_t* entry;  // [stored] or null: which copy stands for a slot's codes, -1 = none
+  const uint8_t *copied_keys, *copied_values;  // [runs, window, dim], [runs, window, value_dim]
+  int64_t copied_format, window;
   double scaling;
-  float* out;  // [runs, rows, value_dim]
-  float* lse;  // [runs, rows]
+  const float* other_lse;  // [runs, rows] or null
+  void* out;  // [runs, rows, value_dim]
+  float* lse;  // [runs, rows]; may be null without a mass
   float* mass;  // [runs, mass_width] or null, zeros
   int64_t mass_width;
 };
 
 namespace {
 
-enum Status : int64_t { OK = 0, BAD_RUNS = 1, BAD_CHUNKS = 2, BAD_DTYPE = 3, NO_MEMORY = 4 };
+enum Status : int64_t { OK = 0, BAD_RUNS = 1, BAD_CHUNKS = 2, BAD_FORMAT = 3, NO_MEMORY = 4 };
+
+inline float from_bfloat16(uint16_t bits) { return same_bits<float>(uint32_t(bits) << 16); }
+
+inline uint16_t to_bfloat16(float x) {
+  const uint32_t bits = same_bits<uint32_t>(x);
+  if (x != x) return 0x7fc0;
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to the nearest, ties to even
+}
+
+// A row of float32, bfloat16 or float16 numbers, laid out as format T wants queries and sums.
+template <class T>
+inline void expand(int64_t format, const uint8_t* row, int64_t dim, float* to) {
+  if (format == 2) {
+    constexpr int STEP = 2 * LANES;
+    const int64_t bytes = 2 * dim;
+    for (int64_t at = 0; at < bytes; at += STEP) {
+      float some[LANES];
+      const int rest = int(std::min<int64_t>(STEP, bytes - at));
+      store(some, Float16::open(rest == STEP ? raw<Float16>(row + at) : raw_part<Float16>(row + at, rest), 0));
+      for (int i = 0; i < rest / 2; ++i) to[place<T>(at / 2 + i)] = some[i];
+    }
+    return;
+  }
+  for (int64_t d = 0; d < dim; ++d) {
+    if (format == 1) {
+      uint16_t bits;
+      std::memcpy(&bits, row + 2 * d, 2);
+      to[place<T>(d)] = from_bfloat16(bits);
+    } else {
+      std::memcpy(to + place<T>(d), row + 4 * d, 4);
+    }
+  }
+}
 
 struct FreeDeleter {
   void operator()(void* p) const { std::free(p); }
@@ -372,8 +502,6 @@ Floats floats(int64_t count) {
   if (!memory) throw std::bad_alloc();
   return Floats(static_cast<float*>(memory));
 }
-
-inline int64_t padded(int64_t dim) { return (dim + LANES - 1) / LANES * LANES; }
 
 struct Piece {
   int64_t run, begin, end;  // slots: the chosen chunks' tokens first, then what the segments hold
@@ -393,7 +521,7 @@ struct Decode {
   int64_t first_row = 0, rows = 0;  // of this pass
   Floats partial_out, partial_top, partial_sum, scores;
 
-  explicit Decode(const Arguments& arguments) : a(arguments), row_step(padded(a.dim)), out_step(padded(a.value_dim)) {}
+  explicit Decode(const Arguments& arguments) : a(arguments), row_step(padded<T>(a.dim)), out_step(padded<T>(a.value_dim)) {}
 
   int64_t slots(int64_t run) const { return chosen_slots[run] + a.length[run]; }
 
@@ -471,35 +599,52 @@ struct Decode {
   }
 
   void attend(const Piece& piece) {
-    const Floats memory = floats(rows * (row_step + out_step + TILE + LANES));
-    float* query = memory.get();
-    float* out = query + rows * row_step;
-    float* weights = out + rows * out_step;
-    float* totals = weights + rows * TILE;  // sums of weights, still one per lane
-    float top[ROWS], total[ROWS];
-    const float* source = a.query + (piece.run * a.rows + first_row) * a.dim;
+    const bool copies = T::CODES && a.entry;
+    const int64_t row_floats = row_step * (copies ? 2 : 1) + out_step + TILE + 2 * LANES;
+    const Floats memory = floats(rows * row_floats + (copies ? std::max(row_step, out_step) : 0));
+    Work w;
+    w.run = piece.run;
+    w.query = memory.get();
+    w.out = w.query + rows * row_step;
+    w.weights = w.out + rows * out_step;
+    w.totals = w.weights + rows * TILE;
+    w.zeros = w.totals + rows * LANES;
+    w.plain = w.zeros + rows * LANES;
+    w.copied = w.plain + rows * row_step;
+    std::fill(w.out, w.weights, 0.f);
     for (int64_t g = 0; g < rows; ++g) {
-      float* to = query + g * row_step;
-      for (int64_t d = 0; d < a.dim; ++d) to[d] = source[g * a.dim + d] * static_cast<float>(a.scaling);
-      std::fill(to + a.dim, to + row_step, 0.f);
-      top[g] = NOTHING;
-      store(totals + g * LANES, zero());
+      read_query(piece.run, first_row + g, w.query + g * row_step);
+      w.top[g] = NOTHING;
+      store(w.totals + g * LANES, zero());
+      store(w.zeros + g * LANES, zero());
     }
-    std::fill(out, out + rows * out_step, 0.f);
+    if constexpr (T::CODES) {
+      if (copies) std::copy(w.query, w.query + rows * row_step, w.plain);
+      const float* scale = a.key_scale + piece.run * a.dim;
+      const float* offset = a.key_zero + piece.run * a.dim;
+      for (int64_t g = 0; g < rows; ++g) {
+        float* q = w.query + g * row_step;
+        w.bias[g] = 0;
+        for (int64_t d = 0; d < a.dim; ++d) {
+          w.bias[g] += q[place<T>(d)] * offset[d];
+          q[place<T>(d)] *= scale[d];
+        }
+      }
+    }
 
-    const int64_t border = chosen_slots[piece.run];
-    const T* keys = static_cast<const T*>(a.keys) + a.start[piece.run] * a.key_stride;
-    const T* values = static_cast<const T*>(a.values) + a.start[piece.run] * a.value_stride;
+    const int64_t border = chosen_slots[piece.run], key_bytes = row_bytes<T>(a.dim), value_bytes = row_bytes<T>(a.value_dim);
+    const uint8_t* keys = a.keys + a.start[piece.run] * a.key_stride;
+    const uint8_t* values = a.values + a.start[piece.run] * a.value_stride;
     // The rows of a tile: at most TILE slots from `slot` on, either pages of the store where they lie, or own slots.
-    const auto locate = [&](int64_t slot, const T** key_rows, const T** value_rows) {
+    const auto locate = [&](int64_t slot, const uint8_t** key_rows, const uint8_t** value_rows) {
       const bool paged = slot < border;
       const int64_t count = std::min<int64_t>(TILE, (paged ? std::min(border, piece.end) : piece.end) - slot);
       for (int64_t k = 0; k < count; ++k) {
         if (paged) {
           const int64_t page = chosen[piece.run * a.table_width + (slot + k) / a.chunk];
           const int64_t token = page * a.chunk + (slot + k) % a.chunk;
-          key_rows[k] = static_cast<const T*>(a.chunk_keys) + token * a.dim;
-          value_rows[k] = static_cast<const T*>(a.chunk_values) + token * a.value_dim;
+          key_rows[k] = a.chunk_keys + token * key_bytes;
+          value_rows[k] = a.chunk_values + token * value_bytes;
         } else {
           key_rows[k] = keys + (slot - border + k) * a.key_stride;
           value_rows[k] = values + (slot - border + k) * a.value_stride;
@@ -508,75 +653,181 @@ struct Decode {
       std::fill(key_rows + count, key_rows + TILE, key_rows[0]);  // may be fetched, is never used
       return count;
     };
-    const T* key_rows[2][TILE];
-    const T* value_rows[2][TILE];
+    const uint8_t* key_rows[2][TILE];
+    const uint8_t* value_rows[2][TILE];
     int64_t count = piece.begin < piece.end ? locate(piece.begin, key_rows[0], value_rows[0]) : 0;
     for (int64_t slot = piece.begin, turn = 0; count > 0; turn ^= 1) {
       const int64_t next = slot + count;
       const int64_t coming = next < piece.end ? locate(next, key_rows[turn ^ 1], value_rows[turn ^ 1]) : 0;
-      tile(key_rows[turn], value_rows[turn], coming ? key_rows[turn ^ 1] : nullptr, count, piece.run,
-           slot < border ? -1 : slot - border, query, out, weights, top, totals);
+      tile(w, key_rows[turn], value_rows[turn], coming ? key_rows[turn ^ 1] : nullptr, int(count),
+           slot < border ? -1 : slot - border);
       slot = next, count = coming;
     }
-    for (int64_t g = 0; g < rows; ++g) total[g] = sum(load(totals + g * LANES));
+    float total[ROWS];
+    for (int64_t g = 0; g < rows; ++g) {
+      total[g] = sum(load(w.totals + g * LANES));
+      if constexpr (T::CODES) {
+        const float zeros = sum(load(w.zeros + g * LANES));
+        for (int64_t d = 0; d < out_step; d += LANES) {
+          float* to = w.out + g * out_step + d;
+          store(to, load(to) + zeros);
+        }
+      }
+    }
 
     if (piece.of > 1) {
       const int64_t at = piece.partial * rows;
-      std::copy(out, out + rows * out_step, partial_out.get() + at * out_step);
-      std::copy(top, top + rows, partial_top.get() + at);
+      std::copy(w.out, w.out + rows * out_step, partial_out.get() + at * out_step);
+      std::copy(w.top, w.top + rows, partial_top.get() + at);
       std::copy(total, total + rows, partial_sum.get() + at);
       return;
     }
-    for (int64_t g = 0; g < rows; ++g) finish(piece.run, g, out + g * out_step, top[g], total[g]);
+    for (int64_t g = 0; g < rows; ++g) finish(piece.run, g, w.out + g * out_step, w.top[g], total[g]);
   }
 
+  // One query row, scaled and laid out for T, zeros behind its end.
+  void read_query(int64_t run, int64_t row, float* to) const {
+    const int64_t head = run % a.heads * (a.rows / a.q) + row / a.q;
+    const int64_t at = run / a.heads * a.query_batch + head * a.query_head + row % a.q * a.query_query;
+    const float scaling = static_cast<float>(a.scaling);
+    std::fill(to, to + row_step, 0.f);
+    if (a.query_bfloat16) {
+      const uint16_t* from = static_cast<const uint16_t*>(a.query) + at;
+      for (int64_t d = 0; d < a.dim; ++d) to[place<T>(d)] = from_bfloat16(from[d]) * scaling;
+    } else {
+      const float* from = static_cast<const float*>(a.query) + at;
+      for (int64_t d = 0; d < a.dim; ++d) to[place<T>(d)] = from[d] * scaling;
+    }
+  }
+
+  // What one thread works with on one piece. Rows are those of this pass.
+  struct Work {
+    int64_t run;
+    float *query, *out, *weights;  // [rows, row_step], [rows, out_step], [rows, TILE]
+    float *totals, *zeros;  // [rows, LANES]: sums of weights, and of weighted zeros, still one per lane
+    float *plain, *copied;  // where there are copies: query rows without scales, and one row of a copy
+    float top[ROWS], bias[ROWS];
+  };
+
   // own: the tile's first slot in the segments, -1 for pages.
-  void tile(const T* const* keys, const T* const* values, const T* const* next_keys, int count, int64_t run, int64_t own, const float* query, float* out,
-            float* weights, float* top, float* totals) {
+  void tile(Work& w, const uint8_t* const* keys, const uint8_t* const* values, const uint8_t* const* next_keys, int count,
+            int64_t own) {
     // As many query rows at once as registers allow, in blocks of nearly equal size.
     const int blocks = (rows + BLOCK - 1) / BLOCK;
     for (int block = 0; block < blocks; ++block) {
       const int low = rows * block / blocks, group = rows * (block + 1) / blocks - low;
       with_rows(group, [&](auto g) {
-        score<T, g()>(query + low * row_step, row_step, keys, block ? nullptr : values, count, int(a.dim),
-                      weights + low * TILE);
+        score<T, g()>(w.query + low * row_step, row_step, keys, block ? nullptr : values, count, int(a.dim),
+                      w.weights + low * TILE);
       });
     }
     const int filled = (count + LANES - 1) / LANES * LANES;
+    [[maybe_unused]] Copies copies;
+    if constexpr (T::CODES) {
+      for (int g = 0; g < rows; ++g)
+        for (int k = 0; k < filled; k += LANES) {
+          float* s = w.weights + g * TILE + k;
+          store(s, load(s) + w.bias[g]);
+        }
+      if (a.entry) score_copies(w, own, count, copies);
+    }
     for (int g = 0; g < rows; ++g) {
-      float* s = weights + g * TILE;
+      float* s = w.weights + g * TILE;
       for (int k = count; k < filled; ++k) s[k] = NOTHING;
       if (own >= 0) {
-        if (a.mask) hide(s, run, g, own, count);
-        if (a.mass) std::copy(s, s + count, scores.get() + (score_offset[run] * rows) + g * a.length[run] + own);
+        if (a.mask) hide(s, w.run, g, own, count);
+        if (a.mass) std::copy(s, s + count, scores.get() + (score_offset[w.run] * rows) + g * a.length[w.run] + own);
       }
       Vec most = splat(NOTHING);
       for (int k = 0; k < filled; k += LANES) most = larger(load(s + k), most);
-      const float highest = largest(most), before = top[g];
-      Vec all = load(totals + g * LANES);
+      const float highest = largest(most), before = w.top[g];
+      Vec all = load(w.totals + g * LANES);
       if (highest > before) {
         if (before != NOTHING) {
           const float factor = std::exp(before - highest);
-          float* to = out + g * out_step;
+          float* to = w.out + g * out_step;
           for (int64_t d = 0; d < out_step; d += LANES) store(to + d, load(to + d) * factor);
           all *= factor;
+          if constexpr (T::CODES) store(w.zeros + g * LANES, load(w.zeros + g * LANES) * factor);
         }
-        top[g] = highest;
+        w.top[g] = highest;
       }
-      const float base = top[g] == NOTHING ? 0.f : top[g];  // a tile that is hidden or NaN from end to end
+      const float base = w.top[g] == NOTHING ? 0.f : w.top[g];  // a tile that is hidden or NaN from end to end
       for (int k = 0; k < filled; k += LANES) {
-        const Vec w = exponential(load(s + k) - base);
-        store(s + k, w);
-        all += w;
+        const Vec weight = exponential(load(s + k) - base);
+        store(s + k, weight);
+        all += weight;
       }
-      store(totals + g * LANES, all);
+      store(w.totals + g * LANES, all);
     }
+    if constexpr (T::CODES) take_value_scales(w, values, count, filled, copies);
     for (int block = 0; block < blocks; ++block) {
       const int low = rows * block / blocks, group = rows * (block + 1) / blocks - low;
       with_rows(group, [&](auto g) {
-        weigh<T, g()>(weights + low * TILE, values, block ? nullptr : next_keys, count, int(a.value_dim),
-                      out + low * out_step, out_step);
+        weigh<T, g()>(w.weights + low * TILE, values, block ? nullptr : next_keys, count, int(a.value_dim),
+                      w.out + low * out_step, out_step);
       });
+    }
+  }
+
+  // Slots of a tile that have a full-precision copy.
+  struct Copies {
+    int count = 0;
+    int slot[TILE];
+    int64_t copy[TILE];  // row of the copies
+  };
+
+  // Finds a tile's copies, and puts their scores in place of what the codes gave.
+  void score_copies(Work& w, int64_t own, int count, Copies& copies) const {
+    const int16_t* entry = a.entry + a.start[w.run] + own;
+    for (int k = 0; k < count; ++k) {
+      if (entry[k] < 0 || entry[k] >= a.window) continue;
+      copies.slot[copies.count] = k;
+      copies.copy[copies.count++] = w.run * a.window + entry[k];
+    }
+    const int64_t bytes = a.dim * (a.copied_format ? 2 : 4);
+    if (copies.count) std::fill(w.copied, w.copied + row_step, 0.f);
+    for (int i = 0; i < copies.count; ++i) {
+      expand<T>(a.copied_format, a.copied_keys + copies.copy[i] * bytes, a.dim, w.copied);
+      for (int g = 0; g < rows; ++g) {
+        Vec total = zero();
+        for (int64_t d = 0; d < row_step; d += LANES) total += load(w.plain + g * row_step + d) * load(w.copied + d);
+        w.weights[g * TILE + copies.slot[i]] = sum(total);
+      }
+    }
+  }
+
+  // Adds the copies' values, and turns the other weights into weights of codes.
+  void take_value_scales(Work& w, const uint8_t* const* values, int count, int filled, const Copies& copies) const {
+    const int64_t bytes = a.value_dim * (a.copied_format ? 2 : 4), tail = row_bytes<T>(a.value_dim);
+    alignas(64) uint16_t scale[TILE], offset[TILE];
+    for (int k = 0; k < count; ++k) {
+      std::memcpy(scale + k, values[k] + tail, 2);
+      std::memcpy(offset + k, values[k] + tail + 2, 2);
+    }
+    for (int k = count; k < filled; ++k) scale[k] = offset[k] = 0;
+    if (copies.count) std::fill(w.copied, w.copied + out_step, 0.f);
+    for (int i = 0; i < copies.count; ++i) {
+      const int k = copies.slot[i];
+      scale[k] = offset[k] = 0;
+      expand<T>(a.copied_format, a.copied_values + copies.copy[i] * bytes, a.value_dim, w.copied);
+      for (int g = 0; g < rows; ++g) {
+        const Vec weight = splat(w.weights[g * TILE + k]);
+        for (int64_t d = 0; d < out_step; d += LANES) {
+          float* to = w.out + g * out_step + d;
+          store(to, load(to) + weight * load(w.copied + d));
+        }
+      }
+    }
+    for (int k = 0; k < filled; k += LANES) {
+      const Vec scales = Float16::open(raw<Float16>(reinterpret_cast<const uint8_t*>(scale + k)), 0);
+      const Vec offsets = Float16::open(raw<Float16>(reinterpret_cast<const uint8_t*>(offset + k)), 0);
+      for (int g = 0; g < rows; ++g) {
+        float *s = w.weights + g * TILE + k, *zeros = w.zeros + g * LANES;
+        const Vec weight = load(s);
+        store(zeros, load(zeros) + weight * offsets);
+        store(s, weight * scales);
+      }
     }
   }
 
@@ -590,10 +841,21 @@ struct Decode {
   // total 0: the row saw nothing. NaN passes.
   void finish(int64_t run, int64_t g, const float* sums, float top, float total) {
     const int64_t at = run * a.rows + first_row + g;
-    float* to = a.out + at * a.value_dim;
-    a.lse[at] = total == 0 ? NOTHING : top + std::log(total);
-    const float factor = total == 0 ? 0.f : 1 / total;
-    for (int64_t d = 0; d < a.value_dim; ++d) to[d] = total == 0 ? 0.f : sums[d] * factor;
+    float lse = total == 0 ? NOTHING : top + std::log(total), factor = total == 0 ? 0.f : 1 / total;
+    if (a.other_lse) {  // this part's share of the whole
+      const float own = lse, other = a.other_lse[at], most = own > other ? own : other;
+      lse = std::isinf(most) ? most : most + std::log(std::exp(own - most) + std::exp(other - most));
+      if (total != 0) factor *= std::exp(own - lse);
+    }
+    if (a.lse) a.lse[at] = lse;
+    for (int64_t d = 0; d < a.value_dim; ++d) {
+      const float x = total == 0 ? 0.f : sums[place<T>(d)] * factor;
+      if (a.query_bfloat16) {
+        static_cast<uint16_t*>(a.out)[at * a.value_dim + d] = to_bfloat16(x);
+      } else {
+        static_cast<float*>(a.out)[at * a.value_dim + d] = x;
+      }
+    }
   }
 
   void merge(int64_t run, int64_t of) {
@@ -650,15 +912,19 @@ int64_t decode(const Arguments& arguments) {
 
 extern "C" int64_t foveakv_attend(const Arguments* arguments) {
   try {
-    switch (arguments->dtype) {
+    switch (arguments->format) {
       case 0:
-        return decode<float>(*arguments);
+        return decode<Float32>(*arguments);
       case 1:
         return decode<BFloat16>(*arguments);
       case 2:
         return decode<Float16>(*arguments);
+      case 3:
+        return decode<Code8>(*arguments);
+      case 4:
+        return decode<Code4>(*arguments);
       default:
-        return BAD_DTYPE;
+        return BAD_FORMAT;
     }
   } catch (const std::bad_alloc&) {
     return NO_MEMORY;
