@@ -21,6 +21,7 @@ from foveakv.budget import Geometry
 from foveakv.errors import CacheInUseError, MethodError, NoVisualTokensError, UnsupportedModeError
 from foveakv.kernels import BACKENDS
 from foveakv.layer import CompressedLayer, in_order, select_tensors
+from foveakv.memory import codes
 from foveakv.methods import checks
 from foveakv.methods.base import Method
 from foveakv.prompt import PromptMap
@@ -41,8 +42,10 @@ class CompressedCache(compat.Cache):
         backend: str = "auto",
         trace: bool = False,
         max_decode_slots: int | None = None,
+        kv_dtype: str | None = None,
+        exact_window: int = 32,
     ) -> None:
-        check_options(method, backend, max_decode_slots)
+        check_options(method, backend, max_decode_slots, kv_dtype, exact_window)
         layers: list[Any] = []
         ordinal = 0
         for layer_idx, layer in enumerate(compat.plain_layers(config)):
@@ -56,6 +59,9 @@ class CompressedCache(compat.Cache):
         self.method = method
         self.backend = backend
         self.max_decode_slots = max_decode_slots
+        self.kv_dtype = kv_dtype
+        self.exact_window = exact_window
+        codes.check_dims(kv_dtype, _head_dim(config), _head_dim(config))
         self.trace_wanted = trace
         self.owner: weakref.ref[Any] | None = None  # the model this cache was made for
         self.hold: Callable[[CompressedCache], None] | None = None  # keeps the model attached for a copy's sake
@@ -267,15 +273,26 @@ class CompressedCache(compat.Cache):
     def _measure(self, itemsize: int) -> Geometry:
         config, prompt = self.config, self.full_prompt
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        dim = _head_dim(config)
         return Geometry(
             batch=len(prompt.kinds), contexts=prompt.lengths.cpu(), layers=len(self.compressed), kv_heads=heads,
             head_dim=dim, value_dim=dim, itemsize=itemsize,
         )  # fmt: skip
 
 
-def check_options(method: Method, backend: str = "auto", max_decode_slots: int | None = None) -> None:
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def check_options(
+    method: Method,
+    backend: str = "auto",
+    max_decode_slots: int | None = None,
+    kv_dtype: str | None = None,
+    exact_window: int = 32,
+) -> None:
     """Raises `MethodError` for options of a cache that mean nothing, alone or with this method."""
+    codes.check_options(kv_dtype, exact_window)
     if backend != "auto" and (not isinstance(backend, str) or backend not in BACKENDS):
         raise MethodError(f"no attention backend {backend!r}; choose 'auto' or one of {sorted(BACKENDS)}")
     if max_decode_slots is not None:

@@ -80,6 +80,7 @@ class Comparison:
     visual_tokens: int
     environment: dict[str, Any]
     prompt: PromptMap | None = field(default=None, repr=False)
+    kv_dtype: str | None = None
 
     @property
     def baseline(self) -> Row:
@@ -105,6 +106,7 @@ class Comparison:
         return {
             "max_new_tokens": self.max_new_tokens,
             "repeats": self.repeats,
+            "kv_dtype": self.kv_dtype,
             "prompt_tokens": self.prompt_tokens,
             "visual_tokens": self.visual_tokens,
             "notes": self.notes,
@@ -157,6 +159,7 @@ def compare(
     decode: Callable[[Sequence[int]], str] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
     backend: str = "auto",
+    kv_dtype: str | None = None,
 ) -> Comparison:
     """Runs one prompt with transformers' own cache and then with every method, greedily.
 
@@ -170,6 +173,7 @@ def compare(
         decode: ids -> text, for the answers.
         progress: called with (label, runs done, runs in all) before every run.
         backend: decode kernel, see `foveakv.compress`.
+        kv_dtype: how all methods store their slots, see `foveakv.compress`.
 
     A method that fails with one of FoveaKV's errors gets a row with that error; the others run on.
     """
@@ -182,7 +186,7 @@ def compare(
     limits = {"max_new_tokens": max_new_tokens, "do_sample": False, "num_beams": 1}
     if ignore_eos:
         limits["min_new_tokens"] = max_new_tokens
-    run = _Runner(model, inputs, limits, decode or (lambda tokens: ""), backend)
+    run = _Runner(model, inputs, limits, decode or (lambda tokens: ""), {"backend": backend, "kv_dtype": kv_dtype})
     report = progress or (lambda label, done, total: None)
     total = repeats * (len(chosen) + 1)
     report("warm-up", 0, total)
@@ -211,6 +215,7 @@ def compare(
         visual_tokens=0 if prompt is None else int(prompt.visual.sum()),
         environment=environment.describe(model),
         prompt=prompt,
+        kv_dtype=kv_dtype,
     )
 
 
@@ -290,10 +295,10 @@ class _Runner:
         inputs: Mapping[str, Any],
         limits: dict[str, Any],
         decode: Callable[[Sequence[int]], str],
-        backend: str,
+        options: dict[str, Any],
     ) -> None:
         self.model, self.inputs, self.limits = model, dict(inputs), limits
-        self.decode, self.backend = decode, backend
+        self.decode, self.options = decode, options
         self.columns = self.inputs["input_ids"].shape[1]
         self.prompt: PromptMap | None = None
 
@@ -301,7 +306,7 @@ class _Runner:
         """Two tokens on both paths, so that no row pays for first-time work."""
         short = {"max_new_tokens": 2, "do_sample": False, "num_beams": 1}
         self.model.generate(**self.inputs, **short)
-        with compress(self.model, Full(), backend=self.backend):
+        with compress(self.model, Full(), **self.options):
             self.model.generate(**self.inputs, **short)
 
     def once(self, candidate: Candidate | None) -> Row:
@@ -331,7 +336,7 @@ class _Runner:
         )
 
     def compressed(self, candidate: Candidate) -> Row:
-        with compress(self.model, candidate.method, backend=self.backend) as session:
+        with compress(self.model, candidate.method, **self.options) as session:
             tokens, clock = self._generate()
             report = session.report
             self.prompt = session.cache.full_prompt.to("cpu")
@@ -377,7 +382,7 @@ def _table(result: Comparison) -> Table:
     base = result.baseline
     table = Table(
         title=f"{result.prompt_tokens:,} prompt tokens, {result.visual_tokens:,} of them visual; "
-        f"up to {result.max_new_tokens} new tokens",
+        f"up to {result.max_new_tokens} new tokens" + (f"; slots in {result.kv_dtype}" if result.kv_dtype else ""),
         title_justify="left",
         caption="same: leading tokens as transformers'; percent: of full bytes, of transformers' times",
         caption_justify="left",

@@ -186,7 +186,10 @@ class CompressedLayer(compat.CacheLayerMixin):
         batch, heads, columns = keys.shape[:3]
         real = prompt.real[:, None]
         keep = real if keep is None else keep & real
-        self.segments = Segments.from_dense(keys, values, keep.expand(batch, heads, columns), positions)
+        self.segments = Segments.from_dense(
+            keys, values, keep.expand(batch, heads, columns), positions,
+            kv_dtype=cache.kv_dtype, exact_window=cache.exact_window, real=prompt.real,
+        )  # fmt: skip
         self.prompt_slots = int(cache.full_prompt.lengths.sum()) * heads
         per_slot = (keys.shape[-1] + values.shape[-1]) * keys.element_size()
         # Not `columns`: a layer may have got fewer when evicted tokens left the residual stream.

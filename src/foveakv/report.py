@@ -25,6 +25,9 @@ _TOTALS = (
     "peak_bytes",
     "host_bytes",
     "compression",
+    "kv_dtype",
+    "exact_window",
+    "saved_by_codes",
     "evicted",
     "restored",
     "retrieved",
@@ -81,9 +84,11 @@ class Report:
 
     `full_bytes` is what a plain cache would hold for the same tokens (padding included, as transformers stores it);
     `stored_bytes` counts storage on the compute device, slack, positions, side tensors and digests included;
-    `peak_bytes` is the highest of it during prefill and decoding; `host_bytes` is the backing store. Seconds are wall
-    time on the host without synchronisation (on an accelerator `foveakv.compare` measures properly); `steps` counts
-    the passes over one token, whose median is `token_seconds`. `details` is what the method itself tells.
+    `peak_bytes` is the highest of it during prefill and decoding; `host_bytes` is the backing store. With a `kv_dtype`
+    the `exact_window` newest tokens are stored exactly as well, and `saved_by_codes` is by how many bytes all that is
+    less than the same slots as the model computes them. Seconds are wall time on the host without synchronisation (on
+    an accelerator `foveakv.compare` measures properly); `steps` counts the passes over one token, whose median is
+    `token_seconds`. `details` is what the method itself tells.
     """
 
     settings: dict[str, Any]
@@ -97,6 +102,9 @@ class Report:
     token_seconds: float | None
     steps: int
     details: dict[str, Any]
+    kv_dtype: str | None = None
+    exact_window: int | None = None
+    saved_by_codes: int = 0
 
     @classmethod
     def of(cls, cache: CompressedCache) -> Report:
@@ -116,6 +124,9 @@ class Report:
             token_seconds=median(single) if single else None,
             steps=len(single),
             details=cache.method.summary(cache),
+            kv_dtype=cache.kv_dtype,
+            exact_window=None if cache.kv_dtype is None else cache.exact_window,
+            saved_by_codes=sum(layer.segments.saved_nbytes for layer in cache.compressed if layer.segments is not None),
         )
 
     def _total(self, name: str) -> int:
@@ -159,9 +170,15 @@ class Report:
     @property
     def notes(self) -> list[str]:
         """What a reader must know before quoting these figures."""
+        found = []
         if self.settings["method"] != "full" and self.evicted == 0 and self.retrieved == 0:
-            return ["nothing was evicted or retrieved: this run says nothing about the method"]
-        return []
+            found.append("nothing was evicted or retrieved: this run says nothing about the method")
+        if self.kv_dtype is not None and self.stored_slots and self.saved_by_codes <= 0:
+            found.append(
+                f"kv_dtype={self.kv_dtype!r} saves nothing here: with scales and {self.exact_window} exact copies per "
+                f"head, codes take {-self.saved_by_codes:,} bytes more than the model's own numbers"
+            )
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values: settings, totals, times, versions, one entry per layer."""
@@ -188,6 +205,8 @@ class Report:
         if self.hit_rate is not None:
             table.add_row("retrieved (hit rate)", f"{self.retrieved:,} ({self.hit_rate:.0%})")
         table.add_row("stored bytes", f"{self.stored_bytes:,} of {self.full_bytes:,} ({self.compression:.1f}x smaller)")
+        if self.kv_dtype is not None:
+            table.add_row("stored as", f"{self.kv_dtype}, the newest {self.exact_window} exact")
         table.add_row("peak bytes", f"{self.peak_bytes:,}")
         if self.host_bytes:
             table.add_row("host bytes", f"{self.host_bytes:,}")

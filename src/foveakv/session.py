@@ -271,6 +271,8 @@ def cache_for(
     backend: str = "auto",
     trace: bool = False,
     max_decode_slots: int | None = None,
+    kv_dtype: str | None = None,
+    exact_window: int = 32,
 ) -> CompressedCache:
     """A compressed cache to pass as `past_key_values` (`cache` since transformers 5.24), for code that keeps its own.
 
@@ -282,7 +284,10 @@ def cache_for(
     """
     _check_method(method)
     attached = _attachment(model)
-    cache = _new_cache(model, method, backend=backend, trace=trace, max_decode_slots=max_decode_slots)
+    cache = _new_cache(
+        model, method, backend=backend, trace=trace, max_decode_slots=max_decode_slots,
+        kv_dtype=kv_dtype, exact_window=exact_window,
+    )  # fmt: skip
     if method.drop_hidden_after is not None:
         hidden.check_supported(model)
 
@@ -304,6 +309,8 @@ def compress(
     backend: str = "auto",
     trace: bool = False,
     max_decode_slots: int | None = None,
+    kv_dtype: str | None = None,
+    exact_window: int = 32,
 ) -> Session:
     """Compresses every cache that `model` makes inside the `with` block.
 
@@ -314,12 +321,19 @@ def compress(
         trace: record the positions that every step attends to (`session.trace`).
         max_decode_slots: for methods that do not evict while decoding, the most decoded tokens that stay per head; the
             oldest go first. None lets them grow, as in a plain cache.
+        kv_dtype: "int8" or "int4" stores slots as codes, in about a quarter or an eighth of float32's bytes (see
+            docs/quantization.md); None as the model computes them.
+        exact_window: with a kv_dtype, the newest tokens per head of which exact copies are kept and used.
 
     Raises:
+        MethodError: an option that means nothing, or nothing with this method or model.
         CacheInUseError: on entering, when the same method object is active on another model.
         UnsupportedModelError: the model's attention cannot be compressed correctly.
     """
-    return Session(model, method, backend=backend, trace=trace, max_decode_slots=max_decode_slots)
+    return Session(
+        model, method, backend=backend, trace=trace, max_decode_slots=max_decode_slots,
+        kv_dtype=kv_dtype, exact_window=exact_window,
+    )  # fmt: skip
 
 
 def _check_method(method: Any) -> None:
@@ -334,7 +348,7 @@ class Session:
         _check_method(method)
         self.model = model
         self.method = method
-        check_options(method, options.get("backend", "auto"), options.get("max_decode_slots"))
+        check_options(method, **{name: value for name, value in options.items() if name != "trace"})
         self._options = options
         self._cache: CompressedCache | None = None
         self._attached: Attachment | None = None

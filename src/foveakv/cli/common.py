@@ -33,6 +33,10 @@ DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ... (
 DtypeOption = Annotated[
     str | None, typer.Option(help="float32, bfloat16 or float16 (default: as the model is loaded).")
 ]
+KVDtypeOption = Annotated[
+    str | None,
+    typer.Option("--kv-dtype", help="int8 or int4: store slots as codes of 8 or 4 bits (default: as they are)."),
+]
 TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with the model. Off unless you say so.")
 ]

@@ -16,6 +16,7 @@ from foveakv.cli.common import (
     DeviceOption,
     DtypeOption,
     ImagesOption,
+    KVDtypeOption,
     ModelOption,
     PromptOption,
     TokensOption,
@@ -64,6 +65,7 @@ def compare(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="A setting as method.key=value; repeat it for more.")
     ] = None,
+    kv_dtype: KVDtypeOption = None,
     max_new_tokens: TokensOption = 32,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of every method; times are medians.")] = 1,
     ignore_eos: Annotated[
@@ -87,6 +89,7 @@ def compare(
     """
     from foveakv.compare import compare as run
     from foveakv.inputs import build_inputs, read_images
+    from foveakv.memory.codes import check_options
 
     common.check_output_files(json, plot, kept_png)
     common.check_pictures(plot, kept_png)
@@ -96,6 +99,7 @@ def compare(
         raise InputError("--sample is a prompt of the embedded model: leave --image out, and --model too (or say demo)")
     if kept_png is not None and not (image or sample):
         raise InputError("--kept-png needs pictures: give --image or --sample")
+    check_options(kv_dtype)
     chosen = _candidates(_names(methods, "methods"), _names(budgets, "budgets"), set_ or [])
     if sample is not None:
         task = _Task.of_sample(sample, sample_kind, ask_all)
@@ -108,6 +112,7 @@ def compare(
     with common.messages().status("warming up") as status:
         result = run(
             loaded.model, inputs, chosen, max_new_tokens=max_new_tokens, repeats=repeats, ignore_eos=ignore_eos,
+            kv_dtype=kv_dtype,
             decode=lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
             progress=lambda label, done, total: status.update(f"{escape(label)} ({done} of {total})"),
         )  # fmt: skip

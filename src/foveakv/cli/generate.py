@@ -14,6 +14,7 @@ from foveakv.cli.common import (
     DeviceOption,
     DtypeOption,
     ImagesOption,
+    KVDtypeOption,
     ModelOption,
     TokensOption,
     TrustOption,
@@ -38,6 +39,7 @@ def generate(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="A setting of the method as key=value; repeat it for more.")
     ] = None,
+    kv_dtype: KVDtypeOption = None,
     max_new_tokens: TokensOption = 256,
     json: Annotated[
         Path | None, typer.Option("--json", help="Write the answer, the report and the versions here.")
@@ -52,6 +54,7 @@ def generate(
     Example: foveakv generate --image a.png --image b.png --prompt "What differs?" --method hybridkv --budget 0.1
     """
     from foveakv import environment
+    from foveakv.cache import check_options
     from foveakv.cli.progress import EchoStreamer, PrefillBar
     from foveakv.cli.settings import build_method
     from foveakv.inputs import build_inputs, read_images
@@ -60,12 +63,13 @@ def generate(
     # Everything that can be wrong with the command line is found before the model is loaded.
     common.check_output_files(json)
     chosen = build_method(method, budget, set_ or [])
+    check_options(chosen, kv_dtype=kv_dtype)
     pictures = read_images(image or [])
     loaded = common.load_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     inputs = build_inputs(loaded.processor, prompt, pictures, model=loaded.model)
     tokenizer = getattr(loaded.processor, "tokenizer", loaded.processor)
     started = time.perf_counter()
-    with compress(loaded.model, chosen) as session:
+    with compress(loaded.model, chosen, kv_dtype=kv_dtype) as session:
         with PrefillBar(loaded.model):
             sequences = loaded.model.generate(
                 **inputs, max_new_tokens=max_new_tokens, do_sample=False, streamer=EchoStreamer(tokenizer)

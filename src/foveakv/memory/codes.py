@@ -13,17 +13,47 @@ Notation: R runs, run r = b * H + h; K and V are the bytes of a row of keys and 
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from foveakv.errors import MethodError
+from foveakv.memory.ring import LARGEST
 
 LEVELS = {"int8": 255, "int4": 15}  # the highest code
 MARGIN = {"int8": 0.125, "int4": 0.0}  # a key channel's range is widened by this share on both sides, for later tokens
 _TAIL = 4  # bytes of scale and zero behind a row of values
+
+
+def check_options(kv_dtype: Any, exact_window: Any = 0) -> None:
+    """Raises MethodError unless these are a kind of codes, or None, and a number of exact copies."""
+    if kv_dtype is not None and (not isinstance(kv_dtype, str) or kv_dtype not in LEVELS):
+        close = difflib.get_close_matches(str(kv_dtype), LEVELS, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise MethodError(f"unknown kv_dtype {kv_dtype!r}{hint}; choose 'int8', 'int4', or None for the model's own")
+    if (
+        isinstance(exact_window, bool)
+        or not isinstance(exact_window, Integral)
+        or not 0 <= int(exact_window) <= LARGEST
+    ):
+        raise MethodError(
+            f"exact_window must be a whole number from 0 to {LARGEST} (of the newest tokens that stay exact as well); "
+            f"got {exact_window!r}"
+        )
+
+
+def check_dims(kv_dtype: str | None, dim: int, value_dim: int) -> None:
+    """Raises MethodError where keys or values of so many channels cannot be packed."""
+    if kv_dtype == "int4" and (dim % 2 or value_dim % 2):
+        raise MethodError(
+            f"kv_dtype='int4' packs two channels in a byte and needs even head dimensions, got {dim} for keys and "
+            f"{value_dim} for values; choose kv_dtype='int8'"
+        )
 
 
 @dataclass(frozen=True)
@@ -47,13 +77,8 @@ class Codes:
         without any finite number decodes to 0. Raises MethodError for an odd head dimension in 4 bits.
         """
         dim = keys.shape[-1]
-        if kind not in LEVELS:
-            raise MethodError(f"kv_dtype must be one of {sorted(LEVELS)}, got {kind!r}")
-        if kind == "int4" and (dim % 2 or value_dim % 2):
-            raise MethodError(
-                f"kv_dtype='int4' packs two channels in a byte and needs even head dimensions, got {dim} for keys and "
-                f"{value_dim} for values; choose kv_dtype='int8'"
-            )
+        check_options(kind)
+        check_dims(kind, dim, value_dim)
         low, high = _ranges(keys.detach(), real)
         margin = (high - low) * MARGIN[kind]
         with torch.inference_mode(False):
@@ -124,6 +149,13 @@ class Codes:
             codes[part] = self._values_to_codes(rows[part])
         return codes.view(*values.shape[:-1], -1)
 
+    def store(self, buffer: Tensor, source: Tensor, target: Tensor, index: Tensor, run: Tensor | None) -> None:
+        """buffer[target] = codes of source[index], in pieces: keys of the runs run [n], or with None values."""
+        for part in _parts(index, source.shape[-1]):
+            rows = source.index_select(0, index[part])
+            codes = self.encode_values(rows) if run is None else self.encode_key_rows(rows, run[part])
+            buffer.index_copy_(0, target[part], codes)
+
     # ---- codes -> numbers
 
     def decode_keys(self, rows: Tensor, run: int | Tensor) -> Tensor:
@@ -182,9 +214,10 @@ def _at_once(numbers: Tensor) -> int:
     return 2**20 if numbers.device.type == "cpu" else 2**24
 
 
-def _parts(rows: Tensor) -> Iterator[slice]:
-    """Slices of rows [n, ...] that are encoded at once."""
-    step = max(1, _at_once(rows) * len(rows) // max(1, rows.numel()))
+def _parts(rows: Tensor, width: int | None = None) -> Iterator[slice]:
+    """Slices of rows [n, ...] that are encoded at once; width: numbers in a row."""
+    width = rows[:1].numel() if width is None else width
+    step = max(1, _at_once(rows) // max(1, width))
     for low in range(0, len(rows), step):
         yield slice(low, low + step)
 

@@ -4,6 +4,10 @@ Notation: B sequences, H KV heads, R = B * H runs (run r = b * H + h), M = longe
 "Padded run coordinates" [B, H, M] address slot m of run (b, h); entries at or beyond the run's length are padding.
 
 Slots lie in the order in which they came, until `evict` moves some: whoever needs the order of tokens reads positions.
+
+With a `kv_dtype` the rows of keys and values are bytes (see `codes.py`). Whatever moves slots moves bytes; codes are
+made once, when a slot is written. The newest tokens of every run have an exact copy as well (see `ring.py`): the side
+field "exact" says which of its entries is a slot's, and follows it like every field.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import torch
 from torch import Tensor
 
 from foveakv.memory.codes import Codes, Exact
+from foveakv.memory.ring import Ring
 from foveakv.memory.rows import alike, flat, moves, shift, take
 
 _CPU = torch.device("cpu")
@@ -79,14 +84,25 @@ class Segments:
     _fields: dict[str, Tensor]  # [N] each
     _views: list[Tensor]  # the same buffers as [B, H, capacity, ...], where strided
     _runs: Runs | None
+    _codes: Codes | None  # None: rows are numbers
+    _ring: Ring | None  # None: no exact copies
 
-    def __init__(self, batch: int, heads: int, keys: Tensor, values: Tensor) -> None:
+    def __init__(
+        self, batch: int, heads: int, keys: Tensor, values: Tensor, codes: Codes | None = None, exact_window: int = 0
+    ) -> None:
         """An empty memory for rows like keys [..., D] and values [..., Dv]; `from_dense` is the usual way in."""
         if batch < 1 or heads < 1:
             raise ValueError(f"a memory needs at least one sequence and one KV head, got {batch} and {heads}")
         self.batch = batch
         self.heads = heads
         self._device = keys.device
+        self._codes = codes
+        self._ring = None
+        self._dtype = keys.dtype
+        if codes is not None:
+            self._ring = Ring(batch * heads, exact_window, keys, values) if exact_window else None
+            keys = torch.empty(0, codes.key_bytes, dtype=torch.uint8, device=keys.device)
+            values = torch.empty(0, codes.value_bytes, dtype=torch.uint8, device=keys.device)
         with torch.inference_mode(False):
             self._keys = torch.empty(0, keys.shape[-1], dtype=keys.dtype, device=keys.device)
             self._values = torch.empty(0, values.shape[-1], dtype=values.dtype, device=values.device)
@@ -98,11 +114,24 @@ class Segments:
         self._set_lengths(empty)
 
     @classmethod
-    def from_dense(cls, keys: Tensor, values: Tensor, keep: Tensor, positions: Tensor) -> Segments:
+    def from_dense(
+        cls,
+        keys: Tensor,
+        values: Tensor,
+        keep: Tensor,
+        positions: Tensor,
+        *,
+        kv_dtype: str | None = None,
+        exact_window: int = 32,
+        real: Tensor | None = None,
+    ) -> Segments:
         """Copy the kept columns of a dense layer; nothing keeps the dense tensors alive afterwards.
 
         keys [B, H, C, D], values [B, H, C, Dv], keep bool [B, H, C] or [B, 1, C], positions [B, C] int64.
         The order inside a run is the order of the columns.
+
+        kv_dtype: "int8" or "int4" stores codes. Key channels range over all columns that are real, bool [B, C] (None:
+        all), and not only over the kept ones. The last exact_window tokens of each run stay exact as well.
         """
         batch, heads, columns = keys.shape[:3]
         if values.shape[:3] != keys.shape[:3]:
@@ -111,7 +140,8 @@ class Segments:
             raise ValueError(f"keep must be bool [B, H, C] or [B, 1, C], got {keep.dtype} {tuple(keep.shape)}")
         if positions.shape != (batch, columns):
             raise ValueError(f"positions must be [B, C] = {(batch, columns)}, got {tuple(positions.shape)}")
-        self = cls(batch, heads, keys, values)
+        codes = None if kv_dtype is None else Codes.of_prompt(kv_dtype, keys, values.shape[-1], real)
+        self = cls(batch, heads, keys, values, codes, exact_window)
         mask = keep.to(keys.device).expand(batch, heads, columns).reshape(batch * heads, columns)
         lengths = mask.sum(-1).cpu()
         run, column = mask.nonzero(as_tuple=True)
@@ -126,9 +156,20 @@ class Segments:
             else:
                 rows = source.reshape(-1, source.shape[-1])
                 index = run * columns + column
-            take(buffer, rows, target, index)
+            if codes is None:
+                take(buffer, rows, target, index)
+            else:
+                codes.store(buffer, rows, target, index, run if buffer is self._keys else None)
         self._positions.index_copy_(0, target, positions.to(self._device)[sequence, column].to(torch.int32))
         self._set_lengths(lengths)
+        if self._ring is not None:
+            self.add_field("exact", dtype=torch.int16, fill=-1)
+            entry = exact_window - (self._start_dev + self._length_dev)[run] + target  # the last slot: W - 1
+            near = entry >= 0
+            sequence, head, column, run, entry = (index[near] for index in (sequence, head, column, run, entry))
+            self._ring.keys[run, entry] = keys.detach()[sequence, head, column]
+            self._ring.values[run, entry] = values.detach()[sequence, head, column]
+            self._fields["exact"].index_copy_(0, target[near], entry.to(torch.int16))
         return self
 
     # -- what is stored ----------------------------------------------------------------------------------------------
@@ -165,6 +206,11 @@ class Segments:
         return self._device
 
     @property
+    def codes(self) -> Codes | None:
+        """How keys and values are stored; None: as the model computed them."""
+        return self._codes
+
+    @property
     def runs(self) -> Runs:
         if self._runs is None:
             self._runs = Runs(
@@ -180,10 +226,14 @@ class Segments:
                 self._start,
                 self._length,
             )
+            if self._codes is not None:
+                self._runs.codes = self._codes
+            if self._ring is not None:
+                self._runs.exact = Exact(self._ring.keys, self._ring.values, self._fields["exact"])
         return self._runs
 
     def dense(self) -> tuple[Tensor, Tensor]:
-        """Strided views [B, H, M, D] and [B, H, M, Dv]; only while `runs.uniform`."""
+        """Strided views [B, H, M, D] and [B, H, M, Dv], of codes [.., K] and [.., V]; only while `runs.uniform`."""
         return dense(self.runs)
 
     def positions(self) -> Tensor:
@@ -196,19 +246,48 @@ class Segments:
         return (slots < self._length_dev[:, None]).view(self.batch, self.heads, self._max_length)
 
     def gather(self) -> tuple[Tensor, Tensor]:
-        """Padded copies keys [B, H, M, D], values [B, H, M, Dv], zeros beyond a run: for tests and slow paths."""
-        return self._padded(self._keys, 0), self._padded(self._values, 0)
+        """Padded copies keys [B, H, M, D], values [B, H, M, Dv], zeros beyond a run: for tests and slow paths.
+
+        Of codes it gives what attention reads, in the model's dtype: exact copies where there are any, else decoded.
+        """
+        keys, values = self._padded(self._keys, 0), self._padded(self._values, 0)
+        codes = self._codes
+        if codes is None:
+            return keys, values
+        run = torch.arange(self.batch * self.heads, device=self._device).view(self.batch, self.heads, 1)
+        beyond = ~self.valid()
+        keys, values = (
+            numbers.to(self._dtype).masked_fill_(beyond[..., None], 0)
+            for numbers in (codes.decode_keys(keys, run), codes.decode_values(values))
+        )
+        if self._ring is not None:
+            entry = self._padded(self._fields["exact"], -1).to(torch.int64)
+            newest = entry >= 0
+            run, entry = run.expand_as(entry)[newest], entry[newest]
+            keys[newest], values[newest] = self._ring.keys[run, entry], self._ring.values[run, entry]
+        return keys, values
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by keys and values, slack included."""
-        return self._keys.untyped_storage().nbytes() + self._values.untyped_storage().nbytes()
+        """Bytes held by keys and values, slack and exact copies included."""
+        exact = 0 if self._ring is None else self._ring.nbytes
+        return self._keys.untyped_storage().nbytes() + self._values.untyped_storage().nbytes() + exact
+
+    @property
+    def saved_nbytes(self) -> int:
+        """Bytes that codes save; negative where scales and exact copies take more. 0 without codes."""
+        if self._codes is None:
+            return 0
+        plain = self._keys.shape[0] * (self._codes.dim + self._codes.value_dim) * self._dtype.itemsize
+        entries = 0 if self._ring is None else self._fields["exact"].untyped_storage().nbytes()
+        return plain - self.nbytes - self._codes.nbytes - entries
 
     @property
     def side_nbytes(self) -> int:
-        """Bytes held by everything else: positions, starts, lengths, fields."""
+        """Bytes held by everything else: positions, starts, lengths, fields, scales."""
         held = [self._positions, self._start_dev, self._length_dev, *self._fields.values()]
-        return sum(tensor.untyped_storage().nbytes() for tensor in held)
+        scales = 0 if self._codes is None else self._codes.nbytes
+        return scales + sum(tensor.untyped_storage().nbytes() for tensor in held)
 
     # -- changing what is stored -------------------------------------------------------------------------------------
 
@@ -224,6 +303,12 @@ class Segments:
             self._rebuild(self._length, self._length + q)
         if keys.requires_grad or values.requires_grad:
             keys, values = keys.detach(), values.detach()
+        marks = None
+        if self._codes is not None:
+            if self._ring is not None:
+                marks = self._ring.enter(self._fields["exact"], keys, values)
+            values = self._codes.encode_values(values)
+            keys = self._codes.encode_keys(keys.flatten(0, 1)).unflatten(0, (self.batch, self.heads))
         if self._uniform:
             at = self._max_length
             views = self._views
@@ -232,6 +317,8 @@ class Segments:
             views[2].narrow(2, at, q).copy_(positions if len(positions) == 1 else positions[:, None])
             for view, fill in zip(views[3:], self._fills.values(), strict=True):
                 view.narrow(2, at, q).fill_(fill)
+            if marks is not None:
+                self._field_view("exact").narrow(2, at + q - len(marks), len(marks)).copy_(marks)
         else:
             rows = self._start_dev + self._length_dev
             if q > 1:
@@ -243,6 +330,9 @@ class Segments:
             self._positions.index_copy_(0, rows, spread)
             for name, buffer in self._fields.items():
                 buffer.index_fill_(0, rows, self._fills[name])
+            if marks is not None:
+                newest = rows.view(-1, q)[:, q - len(marks) :]
+                self._fields["exact"].index_copy_(0, newest.reshape(-1), marks.expand(newest.shape).reshape(-1))
         self._grow(q)
 
     def evict(self, slots: Tensor | int, counts: list[int]) -> None:
@@ -320,10 +410,16 @@ class Segments:
 
     def crop(self, end: int) -> None:
         """Drop the slots whose position is `end` or later."""
+        before, runs = self._total, self.batch * self.heads
         self.keep(self._padded(self._positions, -1) < end)
+        if self._ring is not None and (before - self._total) % runs == 0:  # as many in every run, the newest
+            self._ring.rewind((before - self._total) // runs)
 
     def extend_blank(self, extra: Tensor) -> None:
-        """Append extra[r] blank slots (position -1, zeros, fields at their fill) to run r; extra [R] int64."""
+        """Append extra[r] blank slots (position -1, zeros, fields at their fill) to run r; extra [R] int64.
+
+        Zeros of codes: a blank value is 0, a blank key is the lower end of its channels' ranges.
+        """
         extra = extra.to("cpu", torch.int64)
         if extra.shape != self._length.shape or bool((extra < 0).any()):
             raise ValueError(f"extra must hold {self._length.shape[0]} counts of at least 0, got {extra.tolist()}")
@@ -342,15 +438,22 @@ class Segments:
     def write(self, runs: Tensor, slots: Tensor, keys: Tensor, values: Tensor, positions: Tensor) -> None:
         """Overwrite n distinct stored slots: runs [n], slots [n], keys [n, D], values [n, Dv], positions [n].
 
-        Side fields keep their values. Indices on the CPU are checked; on a device the check would make it wait.
+        Side fields keep their values, and exact copies of what was there are given up. Indices on the CPU are checked;
+        on a device the check would make it wait.
         """
         if runs.device.type == "cpu" and slots.device.type == "cpu" and runs.numel():
             outside = (runs < 0) | (runs >= self._length.shape[0])
             if bool(outside.any()) or bool(((slots < 0) | (slots >= self._length[runs])).any()):
                 raise ValueError("write reaches beyond the stored slots; call extend_blank first")
-        rows = self._start_dev[runs.to(self._device)] + slots.to(self._device)
-        self._keys.index_copy_(0, rows, keys.detach().to(self._device, self._keys.dtype))
-        self._values.index_copy_(0, rows, values.detach().to(self._device, self._values.dtype))
+        runs = runs.to(self._device)
+        rows = self._start_dev[runs] + slots.to(self._device)
+        keys, values = keys.detach().to(self._device), values.detach().to(self._device)
+        if self._codes is not None:
+            keys, values = self._codes.encode_key_rows(keys, runs), self._codes.encode_values(values)
+            if self._ring is not None:
+                self._fields["exact"].index_fill_(0, rows, -1)
+        self._keys.index_copy_(0, rows, keys.to(self._keys.dtype))
+        self._values.index_copy_(0, rows, values.to(self._values.dtype))
         self._positions.index_copy_(0, rows, positions.to(self._device, torch.int32))
 
     def select_sequences(self, index: Tensor) -> None:
@@ -364,6 +467,10 @@ class Segments:
         lengths = self._length[former]
         start = self._start[former].to(self._device)
         source = flat(start, lengths.to(self._device), int(lengths.sum()))
+        if self._codes is not None:
+            self._codes = self._codes.select(former)
+            if self._ring is not None:
+                self._ring.select(former)
         self.batch = index.shape[0]
         self._rebuild(lengths, lengths, source)
 
@@ -395,7 +502,7 @@ class Segments:
         if not self._uniform:
             return self.field(name)
         self._field(name)  # says so when there is none
-        return self._views[3 + list(self._fields).index(name)].narrow(2, 0, self._max_length)
+        return self._field_view(name).narrow(2, 0, self._max_length)
 
     def view_positions(self) -> Tensor:
         """As `positions`, but int32 and to be read only: no copy where runs are uniform."""
@@ -437,6 +544,9 @@ class Segments:
         if name not in self._fields:
             raise KeyError(f"no field {name!r} here, only {sorted(self._fields)}; add_field creates one")
         return self._fields[name]
+
+    def _field_view(self, name: str) -> Tensor:
+        return self._views[3 + list(self._fields).index(name)]
 
     def _buffers(self) -> list[Tensor]:
         return [self._keys, self._values, self._positions, *self._fields.values()]
@@ -508,6 +618,8 @@ class Segments:
             self._positions = self._positions.new_empty(rows)
             self._fields = {name: buffer.new_empty(rows) for name, buffer in self._fields.items()}
         self._held = sum(buffer.untyped_storage().nbytes() for buffer in self._buffers())
+        self._held += 0 if self._codes is None else self._codes.nbytes
+        self._held += 0 if self._ring is None else self._ring.nbytes
         self._refresh_views()
         return self._start
 
