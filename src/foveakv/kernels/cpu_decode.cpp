@@ -297,8 +297,10 @@ inline void score_some(const float* query, int64_t stride, const uint8_t* const*
                        int dim, float* scores) {
   const uint8_t* row[K];
   Vec total[K][G];
+#pragma GCC unroll 8
   for (int i = 0; i < K; ++i) {
     row[i] = keys[k + i];
+#pragma GCC unroll 8
     for (int g = 0; g < G; ++g) total[i][g] = zero();
   }
   const int whole = whole_bytes<T>(dim);
