@@ -20,7 +20,7 @@ from foveakv import compat
 from foveakv.budget import Geometry
 from foveakv.errors import CacheInUseError, MethodError, NoVisualTokensError, UnsupportedModeError
 from foveakv.kernels import BACKENDS
-from foveakv.layer import CompressedLayer, in_order, select_tensors
+from foveakv.layer import CompressedLayer, select_tensors
 from foveakv.memory import codes
 from foveakv.methods import checks
 from foveakv.methods.base import Method
@@ -122,14 +122,15 @@ class CompressedCache(compat.Cache):
         select_tensors(self.state, index)
 
     def kept(self, layer: int) -> Tensor:
-        """Positions stored in model layer `layer` right now: LongTensor [B, H, M], ascending, -1 behind the last."""
+        """Positions that model layer `layer` can attend to: LongTensor [B, H, M], ascending, -1 behind the last.
+
+        Those stored, and of the chunks that are read from a store those of the last step.
+        """
         if not 0 <= layer < len(self.layers) or not isinstance(self.layers[layer], CompressedLayer):
             numbers = [done.layer_idx for done in self.compressed]
             raise MethodError(f"layer {layer} is not compressed; compressed layers: {numbers}")
-        segments = self.layers[layer].segments
-        if segments is None:
-            raise CacheInUseError("nothing is stored yet: the prompt has not been processed")
-        return in_order(segments.positions())
+        kept: Tensor = self.layers[layer].kept()
+        return kept
 
     @property
     def compressed(self) -> list[CompressedLayer]:
@@ -254,9 +255,8 @@ class CompressedCache(compat.Cache):
         if layer.ordinal == len(self.compressed) - 1:
             self.method.after_prefill(self)
             for done in self.compressed:
-                stored = int(done.segments.lengths.sum()) if done.segments is not None else 0
                 offloaded = sum(memory.extra_slots for memory in done.extra_memory)
-                done.counts.add(evicted=done.prompt_slots - stored - offloaded)
+                done.counts.add(evicted=done.prompt_slots - done.stored_slots - offloaded)
                 done.store_drafts()
             self.note_peak()
 

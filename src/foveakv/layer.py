@@ -12,6 +12,7 @@ from foveakv import compat
 from foveakv.errors import CacheInUseError, UnsupportedModeError
 from foveakv.handle import KVHandle
 from foveakv.kernels import decode_attention
+from foveakv.kernels.paged import attend_with_pages
 from foveakv.masks import Mask, stored_mask, visible_rows
 from foveakv.memory.segments import Segments
 from foveakv.methods.base import Counts, DecodeView, Drop, PrefillView
@@ -31,7 +32,14 @@ class ExtraMemory(Protocol):
 
     @property
     def extra_slots(self) -> int:
-        """Prompt slots that live here and not in the layer's segments."""
+        """Prompt slots that live here and that no step attends to unless it chooses others."""
+
+    @property
+    def chosen_slots(self) -> Tensor:
+        """int64 [B, H] on the CPU: slots that a step attends to here, outside the layer's segments."""
+
+    def chosen_positions(self) -> Tensor | None:
+        """int64 [B, H, n]: their positions at the present step, -1 behind the last; None = there are none."""
 
     def select_sequences(self, index: Tensor) -> None:
         """Follows a reordering of the batch (beams): LongTensor [B']."""
@@ -221,13 +229,21 @@ class CompressedLayer(compat.CacheLayerMixin):
         if method.retrieves:
             method.before_attention(view)
         if cache.trace is not None:
-            cache.trace[-1][self.layer_idx] = in_order(segments.positions())
+            cache.trace[-1][self.layer_idx] = self.kept()
         allowed = None
-        if new > 1 or (mask is not None and (not mask.plain or mask.padded_from(cache.prompt_columns))):
+        special = mask is not None and (not mask.plain or mask.padded_from(cache.prompt_columns))
+        if new > 1 or special:
             allowed = stored_mask(mask, segments.positions(), self.seen, new, cache.prompt_columns)
-        output, view.mass = decode_attention(
-            query, segments.runs, scaling, allowed, need_mass=method.needs_mass, backend=cache.backend
-        )
+        mass, backend = method.needs_mass, cache.backend
+        if view.pages is None:
+            output, view.mass = decode_attention(
+                query, segments.runs, scaling, allowed, need_mass=mass, backend=backend
+            )
+        else:
+            hidden = self._page_mask(mask, new) if special else None
+            output, view.mass, _ = attend_with_pages(
+                query, segments.runs, scaling, view.pages, allowed, hidden, need_mass=mass, backend=backend
+            )
         if method.evicts_while_decoding:
             leaving = method.decode(view)
             if leaving is not None:
@@ -235,6 +251,33 @@ class CompressedLayer(compat.CacheLayerMixin):
         elif cache.max_decode_slots is not None:
             self._guard(segments, cache.max_decode_slots)
         return output.transpose(1, 2).contiguous()  # one query: no copy
+
+    def _page_mask(self, mask: Mask | None, new: int) -> Tensor | None:
+        """What a mask that is not plainly causal says about pages; None = every query may attend to all of them."""
+        chosen = [p for memory in self.extra_memory if (p := memory.chosen_positions()) is not None]
+        if not chosen:
+            return None
+        positions = torch.cat(chosen, -1)
+        allowed = stored_mask(mask, positions, self.seen, new, self.cache.prompt_columns)
+        if allowed is None or bool((allowed | (positions < 0)[:, :, None]).all()):
+            return None
+        return allowed
+
+    def kept(self) -> Tensor:
+        """Positions that a step attends to: int64 [B, H, M], ascending, -1 behind the last."""
+        if self.segments is None:
+            raise CacheInUseError("nothing is stored yet: the prompt has not been processed")
+        chosen = [p for memory in self.extra_memory if (p := memory.chosen_positions()) is not None]
+        if not chosen:
+            return in_order(self.segments.positions())
+        positions = torch.cat([self.segments.positions(), *chosen], -1)
+        return in_order(positions)[..., : int((positions >= 0).sum(-1).max())]
+
+    @property
+    def stored_slots(self) -> int:
+        """Slots that a step attends to, all sequences and heads."""
+        own = 0 if self.segments is None else self.segments.total
+        return own + sum(int(memory.chosen_slots.sum()) for memory in self.extra_memory)
 
     def _drop(self, segments: Segments, leaving: Tensor | Drop) -> None:
         """Carries out what a method decided: a mask of what stays, or single slots that go."""

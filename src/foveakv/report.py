@@ -59,14 +59,13 @@ class LayerReport:
     @classmethod
     def of(cls, layer: CompressedLayer) -> LayerReport:
         segments = layer.segments
-        slots = 0 if segments is None else int(segments.lengths.sum())
         per_column = 0 if layer.prompt_columns == 0 else layer.full_nbytes // layer.prompt_columns
         later = layer.seen - layer.prompt_columns
         heads = 0 if segments is None else segments.batch * segments.heads
         return cls(
             layer=layer.layer_idx,
             full_slots=layer.prompt_slots + later * heads,
-            stored_slots=slots,
+            stored_slots=layer.stored_slots,
             full_bytes=layer.full_nbytes + later * per_column,
             stored_bytes=layer.device_nbytes,
             host_bytes=layer.host_nbytes,
