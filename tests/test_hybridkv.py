@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from torch import Tensor
 
 import foveakv
 from foveakv.errors import MethodError, StoreError, UnsupportedModeError
+from foveakv.kernels import MOST_ROWS_CPU, cpu
+from foveakv.memory.segments import Segments
 from foveakv.methods.base import DecodeView, PrefillView
 from foveakv.methods.hybridkv import HybridKV, text_prior_keep
 from foveakv.prompt import IMAGE, PAD, TEXT, PromptMap
@@ -23,6 +26,9 @@ FAMILY = "qwen2_5_vl"
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 # Random weights give scores of 0.7 to 0.8; a quantile makes half of the heads static.
 MIXED: dict[str, Any] = {"theta_quantile": 0.5, "budget": 0.5, "window": 6}
+# "cpu" reads chunks in place, "blocks" copies them into slots of the segments; "auto" is one of the two.
+BACKENDS = ["blocks", pytest.param("cpu", marks=pytest.mark.skipif(cpu.problem() is not None, reason="no CPU kernel"))]
+needs_cpu = BACKENDS[1].marks[0]
 
 
 @functools.cache
@@ -56,17 +62,19 @@ class Spy(HybridKV):
         self.steps.append((view.layer_idx, view.query.clone(), view.scaling))
 
 
-def run(method: HybridKV, inputs: Any = None, **options: Any) -> tuple[Tensor, list[Tensor], Any]:
+def run(
+    method: HybridKV, inputs: Any = None, *, backend: str = "auto", **options: Any
+) -> tuple[Tensor, list[Tensor], Any]:
     """Tokens, logits of every step, and the session."""
-    with foveakv.compress(model(), method, trace=True) as session, recorded(model()) as logits:
+    with foveakv.compress(model(), method, trace=True, backend=backend) as session, recorded(model()) as logits:
         tokens = model().generate(**(inputs or prompt()), **{**GREEDY, **options})
     return tokens, logits, session
 
 
-def check_reference(method: HybridKV, inputs: Any = None, **options: Any) -> Any:
+def check_reference(method: HybridKV, inputs: Any = None, *, backend: str = "auto", **options: Any) -> Any:
     """Every step's logits are those of the plain model attending to the same positions."""
     inputs = inputs or prompt()
-    tokens, logits, session = run(method, inputs, **options)
+    tokens, logits, session = run(method, inputs, backend=backend, **options)
     with masked(model(), session.trace), recorded(model()) as want:
         expected = model().generate(**inputs, **{**GREEDY, **options})
     assert largest_difference(logits, want) < 1e-5
@@ -252,6 +260,7 @@ def check_retrieved(method: Spy, cache: Any) -> None:
     assert compared > 0
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("inputs", ["one", "padded"])
 @pytest.mark.parametrize(
     "options",
@@ -262,17 +271,18 @@ def check_retrieved(method: Spy, cache: Any) -> None:
         {"classify": "all_dynamic", "budget": 0.5, "window": 4, "chunk_size": 3},
     ],
 )
-def test_dynamic_heads_retrieve_the_best_chunks(options: dict[str, Any], inputs: str) -> None:
+def test_dynamic_heads_retrieve_the_best_chunks(options: dict[str, Any], inputs: str, backend: str) -> None:
     method = Spy(**options)
-    _, _, session = run(method, prompt() if inputs == "one" else batch().inputs)
+    _, _, session = run(method, prompt() if inputs == "one" else batch().inputs, backend=backend)
     check_retrieved(method, session.cache)
 
 
-def test_a_second_turn_retrieves_for_all_its_tokens() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_second_turn_retrieves_for_all_its_tokens(backend: str) -> None:
     method = Spy(classify="all_dynamic", budget=0.5, window=4)
     fresh = families.build(FAMILY)
     turn = families.first_turn(FAMILY, [families.row(FAMILY, images=3, text=20)])
-    cache = foveakv.cache_for(fresh, method, trace=True)
+    cache = foveakv.cache_for(fresh, method, trace=True, backend=backend)
     first = fresh.generate(**turn.inputs, past_key_values=cache, **GREEDY)
     later = families.next_turn(FAMILY, fresh, turn, first)
     fresh.generate(**later.inputs, past_key_values=cache, **GREEDY)
@@ -280,6 +290,7 @@ def test_a_second_turn_retrieves_for_all_its_tokens() -> None:
     check_retrieved(method, cache)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("inputs", ["one", "padded"])
 @pytest.mark.parametrize(
     "options",
@@ -296,10 +307,12 @@ def test_a_second_turn_retrieves_for_all_its_tokens() -> None:
         {**MIXED, "budget": 0.1},
         {**MIXED, "budget": 20},
         {**MIXED, "budget": 1, "chunk_size": 3},
+        {**MIXED, "digest_dtype": "bf16"},
+        {**MIXED, "digest_dtype": "int8"},
     ],
 )
-def test_logits_are_those_of_the_masked_model(options: dict[str, Any], inputs: str) -> None:
-    check_reference(HybridKV(**options), prompt() if inputs == "one" else batch().inputs)
+def test_logits_are_those_of_the_masked_model(options: dict[str, Any], inputs: str, backend: str) -> None:
+    check_reference(HybridKV(**options), prompt() if inputs == "one" else batch().inputs, backend=backend)
 
 
 @pytest.mark.parametrize(
@@ -333,6 +346,91 @@ def test_a_full_budget_is_full_attention_in_double_precision() -> None:
     assert largest_difference(got, want) < 1e-12
 
 
+# ---- chunks that are read in place
+
+
+@needs_cpu
+@pytest.mark.parametrize("store", ["host", "device", "disk"])
+@pytest.mark.parametrize("inputs", ["one", "padded"])
+def test_in_place_is_what_copies_give(inputs: str, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = prompt() if inputs == "one" else batch().inputs
+    options = {**MIXED, "chunk_size": 4, "store": store}
+    copied = run(HybridKV(**options), given, backend="blocks")
+    with monkeypatch.context() as patched:
+        patched.setattr(Segments, "write", None)  # nothing may be copied
+        read = run(HybridKV(**options), given, backend="cpu")
+    assert torch.equal(copied[0], read[0])
+    assert largest_difference(copied[1], read[1]) < 1e-5
+    for before, after in zip(copied[2].trace[1:], read[2].trace[1:], strict=True):
+        assert all(torch.equal(before[layer], after[layer]) for layer in before)
+    one, two = copied[2].report, read[2].report
+    for name in ("retrieved", "hit_rate", "evicted", "stored_slots", "full_slots"):
+        assert getattr(one, name) == getattr(two, name), name
+    assert one.retrieved > 0
+    assert all(torch.equal(copied[2].kept(n), read[2].kept(n)) for n in range(families.LAYERS))
+    slots = read[2].cache.state["hybridkv"]["slots"]
+    for layer in read[2].cache.compressed:
+        (store,) = layer.extra_memory
+        assert bool((store.chosen_slots > 0).any())
+        own = layer.segments.lengths - (GREEDY["max_new_tokens"] - 1)
+        assert torch.equal(own, slots[:, layer.ordinal] - store.chosen_slots), "slots were reserved"
+
+
+@needs_cpu
+def test_in_place_with_many_query_rows() -> None:
+    """A long second turn: more rows than the CPU kernel is for."""
+    found = []
+    for backend in ("blocks", "auto", "cpu"):
+        cache = foveakv.cache_for(model(), HybridKV(**MIXED), backend=backend)
+        later = torch.randint(10, 40, (1, 30), generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            model()(**prompt(), past_key_values=cache)
+            found.append(model()(input_ids=later, past_key_values=cache).logits)
+        assert cache.compressed[0].counts["retrieved"] > 0
+    assert families.HEADS // families.KV_HEADS * 30 > MOST_ROWS_CPU
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[2], found[0], rtol=1e-5, atol=1e-5)
+
+
+@needs_cpu
+def test_in_place_under_a_mask_that_hides_chunks() -> None:
+    found, inputs = [], prompt()
+    for backend in ("blocks", "auto", "cpu"):
+        cache = foveakv.cache_for(model(), HybridKV(**MIXED), backend=backend)
+        columns = inputs["input_ids"].shape[1]
+        mask = torch.ones(1, 1, 1, columns + 1, dtype=torch.bool)
+        mask[..., columns // 4 : columns // 2] = False
+        with torch.no_grad():
+            model()(**inputs, past_key_values=cache)
+            step = {"input_ids": torch.tensor([[11]]), "position_ids": torch.full((3, 1, 1), columns)}
+            found.append(model()(**step, attention_mask=mask, past_key_values=cache).logits)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[2], found[0], rtol=1e-5, atol=1e-5)
+
+
+@needs_cpu
+def test_a_copied_cache_reads_the_same_chunks() -> None:
+    cache = foveakv.cache_for(model(), HybridKV(**MIXED), backend="cpu")
+    with torch.no_grad():
+        model()(**prompt(), past_key_values=cache)
+        model()(input_ids=torch.tensor([[11]]), past_key_values=cache)
+        other = copy.deepcopy(cache)
+        assert other.compressed[0].extra_memory[0].stored is cache.compressed[0].extra_memory[0].stored
+        model()(input_ids=torch.tensor([[30]]), past_key_values=other)
+        one, two = (model()(input_ids=torch.tensor([[12]]), past_key_values=c).logits for c in (cache, other))
+    assert cache.seen == other.seen - 1
+    assert not torch.equal(one, two)
+
+
+def test_double_precision_copies_chunks() -> None:
+    double = families.build(FAMILY, dtype=torch.float64)
+    inputs = families.prompt(FAMILY, images=2, dtype=torch.float64)
+    with foveakv.compress(double, HybridKV(**MIXED)) as session:
+        double.generate(**inputs, **GREEDY)
+    assert session.report.retrieved > 0
+    assert not any(store.in_place for layer in session.cache.compressed for store in layer.extra_memory)
+
+
 # ---- budgets and accounting
 
 
@@ -354,7 +452,10 @@ def test_budgets_are_never_exceeded(budget: Any, options: dict[str, Any]) -> Non
         assert bool((state["budgets"].sum((1, 2)) <= state["total"]).all())
         for layer in cache.compressed:
             held = layer.segments.lengths - 1  # one decoded token
+            for store in layer.extra_memory:
+                held += store.chosen_slots
             assert torch.equal(held, state["slots"][:, layer.ordinal])
+            assert layer.stored_slots == int((held + 1).sum())
 
 
 def test_one_decode_step_with_a_budget_smaller_than_a_chunk_keeps_the_newest() -> None:
@@ -395,7 +496,9 @@ def test_the_device_holds_less_than_a_full_cache() -> None:
     report, state = session.report, session.cache.state["hybridkv"]
     heads = families.LAYERS * families.KV_HEADS
     assert state["digest_bytes"] == heads * (session.cache.prompt_columns // 8) * 16 * 4
-    assert report.host_bytes == heads * (session.cache.prompt_columns // 8 * 8) * 32 * 4
+    # What is read in place counts where a copy would have been.
+    in_place = sum(int(layer.extra_memory[0].chosen_slots.sum()) for layer in session.cache.compressed)
+    assert report.host_bytes == (heads * (session.cache.prompt_columns // 8 * 8) - in_place) * 32 * 4
     assert report.stored_bytes < 0.4 * report.full_bytes
     # Layers shrink one after the other, so even the peak stays below the whole.
     assert report.peak_bytes < 0.75 * report.full_bytes
@@ -413,10 +516,11 @@ def test_a_row_of_a_padded_batch_is_the_row_alone() -> None:
             assert torch.equal(tokens[b, width:], alone[0, single["input_ids"].shape[1] :])
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("options", [MIXED, {"classify": "all_dynamic", "budget": 0.5, "window": 4}])
-def test_beam_search(options: dict[str, Any]) -> None:
+def test_beam_search(options: dict[str, Any], backend: str) -> None:
     for inputs in (prompt(), batch().inputs):
-        check_reference(HybridKV(**options), inputs, num_beams=3)
+        check_reference(HybridKV(**options), inputs, num_beams=3, backend=backend)
 
 
 def test_cropping_into_the_prompt_is_refused() -> None:
@@ -466,6 +570,7 @@ def test_one_method_object_serves_many_prompts() -> None:
         ({"classify": "static"}, "classify must be one of 'auto'"),
         ({"rounding": "up"}, "rounding must be one of 'down' or 'nearest'"),
         ({"store_dir": "/tmp"}, 'store="disk" only'),
+        ({"digest_dtype": "int4"}, "digest_dtype must be one of 'model', 'bf16' or 'int8'"),
     ],
 )
 def test_wrong_options_say_what_to_write(options: dict[str, Any], message: str) -> None:
@@ -480,17 +585,18 @@ def test_a_store_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Any)
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("digest_dtype", ["model", "bf16", "int8"])
 @pytest.mark.parametrize("classify", ["auto", "all_dynamic", "all_static"])
-def test_digests_are_paid_from_the_budget(classify: str) -> None:
+def test_digests_are_paid_from_the_budget(classify: str, digest_dtype: str) -> None:
     """Slots and digests together fit the budget; without `count_digests` the digests come on top."""
     used = {}
     for counted in (True, False):
         options = {**MIXED, "classify": classify, "budget": 0.5, "min_budget": 4, "count_digests": counted}
-        _, _, session = run(HybridKV(**options), prompt(), max_new_tokens=1)
+        _, _, session = run(HybridKV(**options, digest_dtype=digest_dtype), prompt(), max_new_tokens=1)
         cache = session.cache
         heads, context = cache.geometry.heads, int(cache.geometry.contexts[0])
-        digests = sum(len(s.digests) * s.digests.shape[-1] for layer in cache.compressed for s in layer.extra_memory)
-        used[counted] = int(cache.state["hybridkv"]["slots"].sum()) + digests / 2
+        digests = cache.state["hybridkv"]["digest_bytes"] / (2 * 16 * 4)  # in slots
+        used[counted] = int(cache.state["hybridkv"]["slots"].sum()) + digests
         assert int(cache.state["hybridkv"]["total"]) <= 0.5 * context * heads
     assert used[True] <= 0.5 * context * heads
     assert used[True] <= used[False]

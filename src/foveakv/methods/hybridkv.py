@@ -263,7 +263,7 @@ class HybridKV(Method):
         segments.keep(keep)
         store: ChunkStore | None = layer.state.get("store")
         if store is not None:
-            in_place = hasattr(layer, "kept") and reads_pages(segments.runs, store.stored, layer.cache.backend)
+            in_place = reads_pages(segments.runs, store.stored, layer.cache.backend)
             store.reserve(segments, chunks, in_place=in_place)
 
     # ---- decoding
