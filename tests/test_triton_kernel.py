@@ -7,6 +7,7 @@ compiled for two generations of GPUs, since the interpreter accepts code that th
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import importlib.util
 import json
@@ -20,6 +21,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_quantized_kernels import coded
 
 from foveakv import kernels
 from foveakv.errors import MethodError
@@ -55,7 +57,13 @@ def test_everything_in_the_interpreter() -> None:
 @pytest.mark.skipif(INTERPRETED, reason="needs the compiler")
 @pytest.mark.parametrize(
     ("architecture", "kind", "dim", "rows", "shared_limit"),
-    [(80, "bf16", 128, 16, 163), (90, "bf16", 128, 16, 227), (89, "fp32", 256, 32, 99)],
+    [
+        (80, "bf16", 128, 16, 163),
+        (90, "bf16", 128, 16, 227),
+        (89, "fp32", 256, 32, 99),
+        (90, "int8", 128, 16, 227),
+        (89, "int4", 128, 16, 99),
+    ],
 )
 def test_compiles_for_cuda(
     architecture: int, kind: str, dim: int, rows: int, shared_limit: int, tmp_path: Path, monkeypatch: Any
@@ -73,8 +81,12 @@ def test_compiles_for_cuda(
     constants = {
         "D": dim, "DV": dim, "BLOCK_D": dim, "BLOCK_DV": dim, "ROWS": rows, "HAS_MASK": True, "UPCAST": False,
         "TILE": triton_decode.tile_size(slot_bytes), "PARTS": triton_decode.PARTS, "stride_qd": 1,
+        "KIND": triton_decode.KINDS.get(kind, 0),
     }  # fmt: skip
-    types = dict.fromkeys(("query", "keys", "values", "out"), f"*{kind}") | {"mask": "*u8", "scale": "fp32"}
+    coded = kind in triton_decode.KINDS
+    types = dict.fromkeys(("query", "out"), "*bf16" if coded else f"*{kind}") | {"mask": "*u8", "scale": "fp32"}
+    types |= dict.fromkeys(("keys", "values"), "*u8" if coded else f"*{kind}")
+    types |= dict.fromkeys(("key_scale", "key_zero"), "*fp32")
     types |= dict.fromkeys(("start", "length"), "*i64")
     types |= dict.fromkeys(("part_out", "part_top", "part_sum", "lse", "mass"), "*fp32")
     kernels = [triton_kernels.partial_attention]
@@ -93,8 +105,9 @@ def test_compiles_for_cuda(
         options = {"num_warps": warps, "num_stages": triton_decode.STAGES}
         built = build(source, target=GPUTarget("cuda", architecture, 32), options=options)
         assert built.metadata.shared <= shared_limit * 1024, kernel.__name__
-        if kind == "bf16" and kernel is triton_kernels.partial_attention:
+        if kind != "fp32" and kernel is triton_kernels.partial_attention:
             assert "mma.sync" in built.asm["ptx"]  # tensor cores
+        if kind == "bf16" and kernel is triton_kernels.partial_attention:
             assert "cp.async.cg" in built.asm["ptx"]  # 16 bytes at a time, ahead of use
 
 
@@ -173,6 +186,38 @@ def cases(draw: st.DrawFn) -> tuple[torch.Tensor, Runs, torch.Tensor | None]:
 @given(cases())
 def test_equal_to_reference(case: tuple[torch.Tensor, Runs, torch.Tensor | None]) -> None:
     agree(*case, **SMALL)
+
+
+@runs_here
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("kind", "dim", "value_dim"), [("int8", 80, 80), ("int8", 16, 7), ("int4", 64, 40), ("int4", 8, 8)]
+)
+def test_codes(kind: str, dim: int, value_dim: int, dtype: torch.dtype) -> None:
+    """Codes, some slots of which have copies, and others that are attended elsewhere: as the reference has it."""
+    runs, _ = coded(torch.tensor([[70, 0], [33, 5]]), kind, dim, value_dim, 8)
+    runs = to_device(runs)
+    close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    query = torch.randn(2, 6, 2, dim).to(DEVICE, dtype)
+    mask = torch.rand(2, 1, 2, 70).to(DEVICE) < 0.5
+    for exact, other, seen in ((None, None, None), (runs.exact, query[..., 0].float() * 3, mask)):
+        here = dataclasses.replace(runs, exact=exact)
+        arguments = (query, here, dim**-0.5, seen)
+        want, got = (
+            kernels.attend(*arguments, need_mass=True, need_lse=True, other_lse=other, backend=name)
+            for name in ("reference", "triton")
+        )
+        for name, x, y in zip(got._fields, got, want, strict=True):
+            torch.testing.assert_close(x, y, **close, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def to_device(runs: Runs) -> Runs:
+    moved = {name: getattr(runs, name).to(DEVICE) for name in ("keys", "values", "positions", "start", "length")}
+    for name in ("codes", "exact"):
+        part = getattr(runs, name)
+        tensors = {key: value.to(DEVICE) for key, value in vars(part).items() if isinstance(value, torch.Tensor)}
+        moved[name] = dataclasses.replace(part, **tensors)
+    return dataclasses.replace(runs, **moved)
 
 
 @runs_here

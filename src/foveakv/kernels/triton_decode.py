@@ -29,9 +29,11 @@ from torch import Tensor
 
 from foveakv.errors import MethodError
 from foveakv.kernels.contract import Attended, share
+from foveakv.kernels.contract import value_dim as width
 from foveakv.memory.segments import Runs
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+KINDS = {"int8": 1, "int4": 2}
 LARGEST_DIM = 256
 FEWEST_ROWS, MOST_ROWS = 16, 64  # query rows of a program: tl.dot wants at least 16
 # Shared memory, the same for every GPU: consumer cards have 99 KB for a program, half of an A100's or H100's.
@@ -64,7 +66,7 @@ def attend(
     need_lse: bool = False,
     other_lse: Tensor | None = None,
 ) -> Attended:
-    """See `foveakv.kernels.attend` for shapes. float16, bfloat16 and float32; head dims up to 256."""
+    """See `foveakv.kernels.attend` for shapes. float16, bfloat16, float32 and codes; head dims up to 256."""
     out, mass, lse = attend_with_lse(query, runs, scaling, mask, need_mass, other_lse)
     return Attended(out, mass, lse if need_lse else None)
 
@@ -84,12 +86,13 @@ def attend_with_lse(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """out [B, Hq, q, Dv], mass [B, H, M] or None, and the natural log-sum-exp [B, Hq, q] float32.
 
-    The log-sum-exp of a query that may attend to nothing is -inf. `tile` (slots per step, a power of two of at least
-    16), `split` (slots per program, a multiple of the tile), `warps` and `stages` are for tuning and tests.
+    other_lse [B, Hq, q]: see `foveakv.kernels.attend`. The log-sum-exp of a query that may attend to nothing is -inf.
+    `tile` (slots per step, a power of two of at least 16), `split` (slots per program, a multiple of the tile), `warps`
+    and `stages` are for tuning and tests.
     """
     kernels = _kernels(query, runs)
     batch, query_heads, q, dim = query.shape
-    value_dim = runs.values.shape[-1]
+    codes, value_dim = runs.codes, width(runs)
     rows, total = query_heads // runs.heads * q, batch * runs.heads
     out = query.new_empty(batch, query_heads, q, value_dim)
     lse = torch.empty(batch, query_heads, q, dtype=torch.float32, device=query.device)
@@ -99,12 +102,14 @@ def attend_with_lse(
     if runs.max_length == 0:
         return out.zero_(), mass, lse.fill_(-torch.inf) if other_lse is None else lse.copy_(other_lse)
 
-    block_d, block_dv = max(16, _power(dim)), max(16, _power(value_dim))
+    kind = 0 if codes is None else KINDS[codes.kind]
+    narrowest = 32 if kind == 2 else 16  # tl.dot wants 16, and two channels of 4 bits share a byte
+    block_d, block_dv = max(narrowest, _power(dim)), max(narrowest, _power(value_dim))
     # Operands of different types meet in float32; the interpreter has no arithmetic in bfloat16.
-    upcast = len({query.dtype, runs.keys.dtype, runs.values.dtype}) > 1 or (
-        kernels.INTERPRETED and query.dtype == torch.bfloat16
-    )
-    slot_bytes = _power(block_d + block_dv) * (4 if upcast else runs.keys.element_size())
+    mixed = codes is None and len({query.dtype, runs.keys.dtype, runs.values.dtype}) > 1
+    upcast = mixed or (kernels.INTERPRETED and query.dtype == torch.bfloat16)
+    slot_bytes = _power(block_d + block_dv) * (4 if upcast else query.element_size())  # as operands of tl.dot
+    scale_zero = (runs.length, runs.length) if codes is None else (codes.key_scale, codes.key_zero)
     block_rows = row_block(rows, slot_bytes)
     blocks = -(-rows // block_rows)
     tile = tile or tile_size(slot_bytes)
@@ -126,11 +131,11 @@ def attend_with_lse(
     tuning = {"num_warps": warps, "num_stages": stages}
     with _on(query.device):
         kernels.partial_attention[total, splits, blocks](
-            query, runs.keys, runs.values, runs.start, runs.length, bits, part_out, part_top, part_sum, scale,
-            rows, q, runs.heads, split, splits,
+            query, runs.keys, runs.values, *scale_zero, runs.start, runs.length, bits,
+            part_out, part_top, part_sum, scale, rows, q, runs.heads, split, splits,
             *query.stride(), runs.keys.stride(0), runs.values.stride(0), *mask_strides,
             D=dim, DV=value_dim, BLOCK_D=block_d, BLOCK_DV=block_dv,
-            ROWS=block_rows, TILE=tile, HAS_MASK=mask is not None, UPCAST=upcast, **tuning,
+            ROWS=block_rows, TILE=tile, HAS_MASK=mask is not None, UPCAST=upcast, KIND=kind, **tuning,
         )  # fmt: skip
         kernels.merge_parts[total, rows](
             part_out, part_top, part_sum, runs.length, out, lse, rows, split, splits,
@@ -141,9 +146,11 @@ def attend_with_lse(
             out = (out * part[..., None]).to(out.dtype)
         if mass is not None:
             kernels.attention_mass[total, -(-runs.max_length // tile)](
-                query, runs.keys, runs.start, runs.length, bits, lse, mass, scale, rows, q, runs.heads, runs.max_length,
+                query, runs.keys, *scale_zero, runs.start, runs.length, bits, lse, mass, scale,
+                rows, q, runs.heads, runs.max_length,
                 *query.stride(), runs.keys.stride(0), *mask_strides,
-                D=dim, BLOCK_D=block_d, ROWS=block_rows, TILE=tile, HAS_MASK=mask is not None, UPCAST=upcast, **tuning,
+                D=dim, BLOCK_D=block_d, ROWS=block_rows, TILE=tile, HAS_MASK=mask is not None, UPCAST=upcast, KIND=kind,
+                **tuning,
             )  # fmt: skip
     return out, mass, lse
 
@@ -183,16 +190,14 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 def _complaint(query: Tensor, runs: Runs) -> str | None:
-    for tensor in (query, runs.keys, runs.values):
+    for tensor in (query,) if runs.codes is not None else (query, runs.keys, runs.values):
         if tensor.dtype not in DTYPES:
             return (
                 f"the triton backend computes in float16, bfloat16 and float32, got {tensor.dtype}; "
                 "use backend='auto' or convert the model"
             )
-        if tensor.shape[-1] > LARGEST_DIM:
-            return (
-                f"the triton backend takes head dims up to {LARGEST_DIM}, got {tensor.shape[-1]}; use backend='blocks'"
-            )
+    if (widest := max(query.shape[-1], width(runs))) > LARGEST_DIM:
+        return f"the triton backend takes head dims up to {LARGEST_DIM}, got {widest}; use backend='blocks'"
     return None
 
 

@@ -2,6 +2,10 @@
 
 In shapes: R = runs, S = splits of a run, n = G * q query rows that share a run (row i is query i % q of head i // q),
 BLOCK_D and BLOCK_DV = powers of two that hold D and Dv. Scores are kept in base 2 (exp2 is what the hardware has).
+KIND = 0: keys and values are numbers, 1: codes of 8 bits, 2: codes of 4 bits (see memory/codes.py). Codes go into the
+products as they are, less their middle, so that they fit 16-bit numbers. The query takes the scales of the key channels
+and every score gets the query's product with their zeros; a weight takes the scale of its token's values, and weighted
+zeros are summed on their own. With 4 bits there are two products, over even and over odd channels.
 Annotations other than constexpr mean nothing to triton and would be taken for types, so there are none.
 """
 
@@ -11,27 +15,80 @@ import triton.language as tl
 
 
 @triton.jit
-def query_rows(query, batch, head, row, rows, q, stride_b, stride_h, stride_q, stride_d, D: tl.constexpr, d):
-    """Packed rows [ROWS, BLOCK_D] of one run, read where the queries lie; rows and dims that do not exist are 0."""
+def query_rows(
+    query, batch, head, row, rows, q, stride_b, stride_h, stride_q, stride_d, d, D: tl.constexpr, UPCAST: tl.constexpr
+):
+    """Packed rows [ROWS, len(d)] of one run, read where the queries lie; rows and dims that do not exist are 0."""
     at = batch * stride_b + (head * (rows // q) + row // q) * stride_h + (row % q) * stride_q
-    return tl.load(
+    found = tl.load(
         query + at[:, None] + d[None, :] * stride_d, mask=(row < rows)[:, None] & (d < D)[None, :], other=0.0
     )
+    return found.to(tl.float32) if UPCAST else found
+
+
+@triton.jit
+def code_rows(rows_q, key_scale, key_zero, run, d, D: tl.constexpr, KIND: tl.constexpr):
+    """Rows for a product with codes less their middle, and what to add to it, [ROWS]."""
+    scale = tl.load(key_scale + run.to(tl.int64) * D + d, mask=d < D, other=0.0)
+    zero = tl.load(key_zero + run.to(tl.int64) * D + d, mask=d < D, other=0.0)
+    numbers = rows_q.to(tl.float32)
+    middle = zero + scale * (128.0 if KIND == 1 else 8.0)
+    return (numbers * scale[None, :]).to(rows_q.dtype), tl.sum(numbers * middle[None, :], 1)
+
+
+@triton.jit
+def run_query(
+    query, key_scale, key_zero, run, batch, head, row, rows, q, stride_b, stride_h, stride_q, stride_d,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, UPCAST: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """What `tile_scores` needs of the query: rows, rows of the odd channels (4 bits only), and what to add."""
+    if KIND == 0:
+        d = tl.arange(0, BLOCK_D)
+        even = query_rows(query, batch, head, row, rows, q, stride_b, stride_h, stride_q, stride_d, d, D, UPCAST)
+        odd = even
+        bias = tl.zeros_like(row).to(tl.float32)
+    elif KIND == 1:
+        d = tl.arange(0, BLOCK_D)
+        even = query_rows(query, batch, head, row, rows, q, stride_b, stride_h, stride_q, stride_d, d, D, UPCAST)
+        even, bias = code_rows(even, key_scale, key_zero, run, d, D, KIND)
+        odd = even
+    else:
+        d = 2 * tl.arange(0, BLOCK_D // 2)
+        even = query_rows(query, batch, head, row, rows, q, stride_b, stride_h, stride_q, stride_d, d, D, UPCAST)
+        odd = query_rows(query, batch, head, row, rows, q, stride_b, stride_h, stride_q, stride_d, d + 1, D, UPCAST)
+        even, bias = code_rows(even, key_scale, key_zero, run, d, D, KIND)
+        odd, more = code_rows(odd, key_scale, key_zero, run, d + 1, D, KIND)
+        bias += more
+    return even, odd, bias
 
 
 @triton.jit
 def tile_scores(
-    rows_q, keys, slot, visible, stride_k, d, scale, mask, row_mask, D: tl.constexpr,
-    HAS_MASK: tl.constexpr, UPCAST: tl.constexpr,
+    even, odd, bias, keys, slot, visible, stride_k, scale, mask, row_mask, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_MASK: tl.constexpr, UPCAST: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Base-2 scores [ROWS, TILE] of a run's slots, -inf where not `visible` [TILE] or masked.
 
     keys and mask point to what belongs to the run, so that offsets inside it fit 32 bits.
     """
-    k = tl.load(keys + slot[None, :] * stride_k + d[:, None], mask=visible[None, :] & (d < D)[:, None], other=0.0)
-    if UPCAST:
-        k = k.to(tl.float32)
-    scores = tl.dot(rows_q, k, input_precision="ieee") * scale
+    if KIND == 2:
+        d = tl.arange(0, BLOCK_D // 2)
+        pair = tl.load(
+            keys + slot[None, :] * stride_k + d[:, None], mask=visible[None, :] & (d < D // 2)[:, None], other=0
+        ).to(tl.int32)
+        scores = tl.dot(even, ((pair & 15) - 8).to(even.dtype), input_precision="ieee")
+        scores = tl.dot(odd, ((pair >> 4) - 8).to(odd.dtype), scores, input_precision="ieee")
+    else:
+        d = tl.arange(0, BLOCK_D)
+        k = tl.load(keys + slot[None, :] * stride_k + d[:, None], mask=visible[None, :] & (d < D)[:, None], other=0)
+        if KIND == 1:
+            k = (k.to(tl.int32) - 128).to(even.dtype)
+        elif UPCAST:
+            k = k.to(tl.float32)
+        scores = tl.dot(even, k, input_precision="ieee")
+    if KIND > 0:
+        scores += bias[:, None]
+    scores *= scale
     allowed = visible[None, :]
     if HAS_MASK:
         seen = tl.load(mask + row_mask[:, None] + slot[None, :], mask=allowed, other=0)
@@ -39,13 +96,21 @@ def tile_scores(
     return tl.where(allowed, scores, float("-inf"))
 
 
+@triton.jit
+def half_at(place, visible):
+    """Little-endian float16 at any address, as float32."""
+    low = tl.load(place, mask=visible, other=0).to(tl.uint16)
+    high = tl.load(place + 1, mask=visible, other=0).to(tl.uint16)
+    return (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["rows", "split", "splits", "stride_mb", "stride_mh", "stride_mq"])
 def partial_attention(
-    query, keys, values, start, length, mask, part_out, part_top, part_sum, scale,
+    query, keys, values, key_scale, key_zero, start, length, mask, part_out, part_top, part_sum, scale,
     rows, q, heads, split, splits,
     stride_qb, stride_qh, stride_qq, stride_qd, stride_k, stride_v, stride_mb, stride_mh, stride_mq,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, HAS_MASK: tl.constexpr, UPCAST: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, HAS_MASK: tl.constexpr, UPCAST: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """One split of one run: online softmax over its tiles.
 
@@ -65,20 +130,27 @@ def partial_attention(
     batch = (run // heads).to(tl.int64)
     head = (run % heads).to(tl.int64)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
-    rows_q = query_rows(query, batch, head, row, rows, q, stride_qb, stride_qh, stride_qq, stride_qd, D, d)
-    if UPCAST:
-        rows_q = rows_q.to(tl.float32)
+    even, odd, bias = run_query(
+        query, key_scale, key_zero, run, batch, head, row, rows, q, stride_qb, stride_qh, stride_qq, stride_qd,
+        D, BLOCK_D, UPCAST, KIND,
+    )  # fmt: skip
     mask += batch * stride_mb + head * stride_mh
     row_mask = (row % q) * stride_mq
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.full([ROWS], 0.0, tl.float32)
-    acc = tl.full([ROWS, BLOCK_DV], 0.0, tl.float32)
+    PACK: tl.constexpr = 2 if KIND == 2 else 1  # numbers in an element of a row of values
+    dv = tl.arange(0, BLOCK_DV // PACK)
+    acc = tl.full([ROWS, BLOCK_DV // PACK], 0.0, tl.float32)
+    if KIND > 0:
+        zeros = tl.full([ROWS], 0.0, tl.float32)
+    if KIND == 2:
+        acc_odd = tl.full([ROWS, BLOCK_DV // PACK], 0.0, tl.float32)
     for begin in range(low, high, TILE):
         slot = begin + tl.arange(0, TILE)
         visible = slot < high
-        scores = tile_scores(rows_q, keys, slot, visible, stride_k, d, scale, mask, row_mask, D, HAS_MASK, UPCAST)
+        scores = tile_scores(
+            even, odd, bias, keys, slot, visible, stride_k, scale, mask, row_mask, D, BLOCK_D, HAS_MASK, UPCAST, KIND
+        )
         higher = tl.maximum(top, tl.max(scores, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet: -inf - 0, not -inf + inf
         weight = tl.exp2(scores - base[:, None])
@@ -86,17 +158,38 @@ def partial_attention(
         total = total * shrink + tl.sum(weight, 1)
         v = tl.load(
             values + slot[:, None] * stride_v + dv[None, :],
-            mask=visible[:, None] & (dv < DV)[None, :],
-            other=0.0,
+            mask=visible[:, None] & (dv < DV // PACK)[None, :],
+            other=0,
         )
-        if UPCAST:
-            v = v.to(tl.float32)
-        acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        if KIND == 0:
+            if UPCAST:
+                v = v.to(tl.float32)
+            acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        else:
+            tail = values + slot * stride_v + DV // PACK
+            step = half_at(tail, visible)
+            zero = half_at(tail + 2, visible) + step * (128.0 if KIND == 1 else 8.0)
+            zeros = zeros * shrink + tl.sum(weight * zero[None, :], 1)
+            weight = (weight * step[None, :]).to(even.dtype)
+            code = v.to(tl.int32)
+            if KIND == 1:
+                acc = tl.dot(weight, (code - 128).to(weight.dtype), acc * shrink[:, None], input_precision="ieee")
+            else:
+                even_codes = ((code & 15) - 8).to(weight.dtype)
+                odd_codes = ((code >> 4) - 8).to(weight.dtype)
+                acc = tl.dot(weight, even_codes, acc * shrink[:, None], input_precision="ieee")
+                acc_odd = tl.dot(weight, odd_codes, acc_odd * shrink[:, None], input_precision="ieee")
         top = higher
     at = (run.to(tl.int64) * splits + part) * rows + row
     tl.store(part_top + at, top, mask=row < rows)
     tl.store(part_sum + at, total, mask=row < rows)
-    tl.store(part_out + at[:, None] * DV + dv[None, :], acc, mask=(row < rows)[:, None] & (dv < DV)[None, :])
+    written = (row < rows)[:, None] & (dv < DV // PACK)[None, :]
+    place = part_out + at[:, None] * DV + dv[None, :] * PACK
+    if KIND > 0:
+        acc += zeros[:, None]
+    tl.store(place, acc, mask=written)
+    if KIND == 2:
+        tl.store(place + 1, acc_odd + zeros[:, None], mask=written)
 
 
 @triton.jit(do_not_specialize=["rows", "split", "splits"])
@@ -136,10 +229,10 @@ def merge_parts(
 
 @triton.jit(do_not_specialize=["rows", "longest", "stride_mb", "stride_mh", "stride_mq"])
 def attention_mass(
-    query, keys, start, length, mask, lse, mass, scale, rows, q, heads, longest,
+    query, keys, key_scale, key_zero, start, length, mask, lse, mass, scale, rows, q, heads, longest,
     stride_qb, stride_qh, stride_qq, stride_qd, stride_k, stride_mb, stride_mh, stride_mq,
     D: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, HAS_MASK: tl.constexpr, UPCAST: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, HAS_MASK: tl.constexpr, UPCAST: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Probabilities of a tile of slots, summed over all rows. Grid (R, tiles); writes mass [R, M], 0 beyond a run."""
     run = tl.program_id(0)
@@ -148,16 +241,18 @@ def attention_mass(
     keys += tl.load(start + run) * stride_k
     batch = (run // heads).to(tl.int64)
     head = (run % heads).to(tl.int64)
-    d = tl.arange(0, BLOCK_D)
     mask += batch * stride_mb + head * stride_mh
     spent = tl.full([TILE], 0.0, tl.float32)
     for begin in range(0, rows, ROWS):
         row = begin + tl.arange(0, ROWS)
-        rows_q = query_rows(query, batch, head, row, rows, q, stride_qb, stride_qh, stride_qq, stride_qd, D, d)
-        if UPCAST:
-            rows_q = rows_q.to(tl.float32)
+        even, odd, bias = run_query(
+            query, key_scale, key_zero, run, batch, head, row, rows, q, stride_qb, stride_qh, stride_qq, stride_qd,
+            D, BLOCK_D, UPCAST, KIND,
+        )  # fmt: skip
         row_mask = (row % q) * stride_mq
-        scores = tile_scores(rows_q, keys, slot, visible, stride_k, d, scale, mask, row_mask, D, HAS_MASK, UPCAST)
+        scores = tile_scores(
+            even, odd, bias, keys, slot, visible, stride_k, scale, mask, row_mask, D, BLOCK_D, HAS_MASK, UPCAST, KIND
+        )
         known = tl.load(lse + run.to(tl.int64) * rows + row, mask=row < rows, other=float("-inf"))
         base = tl.where(known == float("-inf"), 0.0, known * 1.4426950408889634)
         weight = tl.exp2(scores - base[:, None])
