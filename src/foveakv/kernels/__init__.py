@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable
@@ -64,13 +65,14 @@ def problem(name: str) -> str | None:
 def choose(query: Tensor, runs: Runs, *, need_mass: bool = False) -> str:
     """The backend that "auto" stands for: the table at the top of this module."""
     global _warned
-    if query.device.type == "cuda":
+    if query.is_cuda:
         triton = _module("triton_decode")
         return "triton" if triton.supports(query, runs) and triton.available() else "blocks"
-    if query.device.type != "cpu":
+    if not query.is_cpu:
         return "blocks"
     cpu = _module("cpu")
-    many = query.shape[1] // runs.heads * query.shape[2] > MOST_ROWS_CPU and not need_mass
+    shape = query.shape
+    many = shape[1] // runs.heads * shape[2] > MOST_ROWS_CPU and not need_mass
     if many or not cpu.supports(query, runs):
         return "blocks"
     reason = cpu.problem()
@@ -82,7 +84,6 @@ def choose(query: Tensor, runs: Runs, *, need_mass: bool = False) -> str:
     return "blocks"
 
 
-@torch.no_grad()
 def attend(
     query: Tensor,
     runs: Runs,
@@ -111,6 +112,22 @@ def attend(
 
     MethodError: an unknown backend, or one that cannot be used here or with these tensors. ValueError: shapes.
     """
+    if torch.is_grad_enabled():  # asked, because entering no_grad takes a few microseconds
+        with torch.no_grad():
+            return _attend(query, runs, scaling, mask, need_mass, need_lse, other_lse, backend)
+    return _attend(query, runs, scaling, mask, need_mass, need_lse, other_lse, backend)
+
+
+def _attend(
+    query: Tensor,
+    runs: Runs,
+    scaling: float,
+    mask: Tensor | None,
+    need_mass: bool,
+    need_lse: bool,
+    other_lse: Tensor | None,
+    backend: str,
+) -> Attended:
     batch, query_heads, q, _ = query.shape
     if batch != runs.batch or query_heads % runs.heads:
         raise ValueError(
@@ -148,5 +165,6 @@ def decode_attention(
     return attend(query, runs, scaling, mask, need_mass=need_mass, backend=backend)[:2]
 
 
+@functools.cache
 def _module(name: str) -> ModuleType:
     return importlib.import_module(f"foveakv.kernels.{name}")

@@ -53,7 +53,7 @@ def problem() -> str | None:
 
 def supports(query: Tensor, runs: Runs) -> bool:
     """Whether these tensors are of a kind that the kernel reads."""
-    if query.device.type != "cpu" or query.dtype not in DTYPES:
+    if not query.is_cpu or query.dtype not in DTYPES:
         return False
     if runs.codes is None:
         return runs.keys.dtype in DTYPES
