@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foveakv.errors import MethodError
-from foveakv.kernels import BACKENDS, attend, blocks, decode_attention, problem, reference
+from foveakv.kernels import BACKENDS, attend, blocks, choose, decode_attention, problem, reference, triton_decode
+from foveakv.memory.codes import Codes
 from foveakv.memory.segments import Runs, Segments
 
 D, DV, UNIT = 8, 8, 16  # UNIT: strip and tile size in these tests
@@ -216,6 +220,27 @@ def test_transposed_queries_and_broadcast_masks() -> None:
         if name != "triton" and problem(name) is None:
             got, _ = decode_attention(query, runs, 0.3, mask, backend=name)
             assert torch.allclose(got, want, atol=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dim", "coded", "name"),
+    [
+        (torch.float32, 16, False, "triton"),
+        (torch.float32, 16, True, "triton"),
+        (torch.float32, 288, False, "blocks"),
+        (torch.float32, 288, True, "blocks"),
+        (torch.float64, 16, False, "blocks"),
+    ],
+)
+def test_auto_on_cuda(dtype: torch.dtype, dim: int, coded: bool, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the triton backend does not take goes elsewhere; here with a query that only says it is on a GPU."""
+    monkeypatch.setattr(triton_decode, "available", lambda: True)
+    query: Any = SimpleNamespace(is_cuda=True, is_cpu=False, dtype=dtype, shape=torch.Size((1, 4, 1, dim)))
+    runs = make(torch.tensor([[9, 5]]), dtype, dim, dim, poison=False)
+    if coded:
+        codes = Codes.of_prompt("int8", torch.randn(1, 2, 9, dim), dim)
+        runs = replace(runs, keys=runs.keys.byte(), values=codes.encode_values(runs.values), codes=codes)
+    assert choose(query, runs) == name
 
 
 def test_no_graph_is_built() -> None:
