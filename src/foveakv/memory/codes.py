@@ -112,19 +112,20 @@ class Codes:
     # ---- numbers -> codes
 
     def encode_keys(self, keys: Tensor) -> Tensor:
-        """keys [R, n, D], any float dtype -> uint8 [R, n, K].
+        """keys [R, n, D] or [B, H, n, D], any float dtype -> uint8 [..., n, K].
 
         Each number becomes the nearest code of its channel's range, which is at most half a step (key_scale / 2) away
         for numbers inside of it; others become the end of the range, infinities too, and NaN its lower end.
         """
-        runs, n, _ = keys.shape
         if keys.numel() <= _at_once(keys):
-            return self._keys_to_codes(keys, self.key_scale[:, None], self.key_zero[:, None])
-        codes = torch.empty(runs, n, self.key_bytes, dtype=torch.uint8, device=keys.device)
-        for run in range(runs):
-            for part in _parts(keys[run]):
-                codes[run, part] = self._keys_to_codes(keys[run, part], self.key_scale[run], self.key_zero[run])
-        return codes
+            ranges = (*keys.shape[:-2], 1, self.dim)
+            return self._keys_to_codes(keys, self.key_scale.view(ranges), self.key_zero.view(ranges))
+        rows = keys.flatten(0, -3)
+        codes = torch.empty(*rows.shape[:2], self.key_bytes, dtype=torch.uint8, device=keys.device)
+        for run, numbers in enumerate(rows.unbind()):
+            for part in _parts(numbers):
+                codes[run, part] = self._keys_to_codes(numbers[part], self.key_scale[run], self.key_zero[run])
+        return codes.view(*keys.shape[:-1], -1)
 
     def encode_key_rows(self, keys: Tensor, run: Tensor) -> Tensor:
         """As `encode_keys`, for single rows keys [n, D] of the runs run [n] int64 -> uint8 [n, K]."""

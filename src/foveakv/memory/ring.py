@@ -15,47 +15,63 @@ LARGEST = 2**15 - 1  # what an int16 can name
 class Ring:
     """keys [R, W, D] and values [R, W, Dv], in the dtype of the model."""
 
-    def __init__(self, runs: int, window: int, keys: Tensor, values: Tensor) -> None:
+    def __init__(self, batch: int, heads: int, window: int, keys: Tensor, values: Tensor) -> None:
         """An empty ring for rows like keys [..., D] and values [..., Dv]."""
         self.window = window
-        self._next = 0  # the entry that the next token takes
+        self.next = 0  # the entry that the next token takes
+        # How many tokens came since slots last moved. From W on, only the last W slots of a run have entries, in turn.
+        self.settled = window
         with torch.inference_mode(False):
             # Zeros: an entry that no slot has may meet a weight of 0, and must not be NaN then.
-            self.keys = torch.zeros(runs, window, keys.shape[-1], dtype=keys.dtype, device=keys.device)
-            self.values = torch.zeros(runs, window, values.shape[-1], dtype=values.dtype, device=keys.device)
+            self._keys = torch.zeros(batch, heads, window, keys.shape[-1], dtype=keys.dtype, device=keys.device)
+            self._values = torch.zeros(batch, heads, window, values.shape[-1], dtype=values.dtype, device=keys.device)
+        self._flatten()
+
+    def _flatten(self) -> None:
+        with torch.inference_mode(False):
+            self.keys, self.values = self._keys.flatten(0, 1), self._values.flatten(0, 1)
 
     @property
     def nbytes(self) -> int:
-        return self.keys.untyped_storage().nbytes() + self.values.untyped_storage().nbytes()
+        return self._keys.untyped_storage().nbytes() + self._values.untyped_storage().nbytes()
 
-    def enter(self, entries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def release(self, entries: Tensor, count: int) -> None:
+        """The next `count` entries are nobody's: looks through entries, int16 [N], wherever slots have moved to."""
+        if count >= self.window:
+            entries.fill_(-1)
+        elif count == 1:
+            entries.masked_fill_(entries == self.next, -1)
+        else:
+            entries.masked_fill_((entries >= 0) & ((entries - self.next) % self.window < count), -1)
+
+    def enter(self, keys: Tensor, values: Tensor) -> Tensor:
         """Copies the last of q new tokens, keys [B, H, q, D] and values [B, H, q, Dv], over the oldest ones.
 
-        entries: int16 [N], the rows' entries; those that are taken over become -1.
         Returns the entries of the last n = min(q, W) tokens, int16 [n].
         """
-        first, n = self._next, min(keys.shape[2], self.window)
-        self._next = (first + n) % self.window
+        first, n = self.next, min(keys.shape[2], self.window)
+        self.next = (first + n) % self.window
+        self.settled = min(self.window, self.settled + n)
         if n == 1:
-            entries.masked_fill_(entries == first, -1)
-            self.keys.select(1, first).copy_(keys[:, :, -1].flatten(0, 1))
-            self.values.select(1, first).copy_(values[:, :, -1].flatten(0, 1))
-            return entries.new_full((1,), first)
-        if n == self.window:
-            entries.fill_(-1)
-        else:
-            entries.masked_fill_((entries >= 0) & ((entries - first) % self.window < n), -1)
-        order = torch.arange(first, first + n, device=entries.device) % self.window
-        for buffer, source in ((self.keys, keys), (self.values, values)):
-            buffer.index_copy_(1, order, source[:, :, -n:].flatten(0, 1).to(buffer.dtype))
+            self._keys.select(2, first).copy_(keys.select(2, -1))
+            self._values.select(2, first).copy_(values.select(2, -1))
+            return torch.full((1,), first, dtype=torch.int16, device=self._keys.device)
+        order = torch.arange(first, first + n, device=self._keys.device) % self.window
+        for buffer, source in ((self._keys, keys), (self._values, values)):
+            buffer.index_copy_(2, order, source[:, :, -n:].to(buffer.dtype))
         return order.to(torch.int16)
 
-    def rewind(self, tokens: int) -> None:
-        """The newest tokens are gone from all runs: the next ones take their entries."""
-        self._next = (self._next - min(tokens, self.window)) % self.window
+    def rewind(self, tokens: int, settled: int) -> None:
+        """The newest tokens are gone from the ends of all runs, nothing else moved: the next ones take their entries.
 
-    def select(self, runs: Tensor) -> None:
-        """Run i becomes the former run runs[i]; int64 [R']."""
-        runs = runs.to(self.keys.device)
+        settled: what it was before they went.
+        """
+        self.next = (self.next - min(tokens, self.window)) % self.window
+        self.settled = settled if settled == self.window else max(0, settled - tokens)
+
+    def select(self, index: Tensor) -> None:
+        """Sequence i becomes the former sequence index[i]; int64 [B']."""
+        index = index.to(self._keys.device)
         with torch.inference_mode(False):
-            self.keys, self.values = self.keys[runs], self.values[runs]
+            self._keys, self._values = self._keys[index], self._values[index]
+        self._flatten()

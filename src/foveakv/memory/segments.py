@@ -100,7 +100,7 @@ class Segments:
         self._ring = None
         self._dtype = keys.dtype
         if codes is not None:
-            self._ring = Ring(batch * heads, exact_window, keys, values) if exact_window else None
+            self._ring = Ring(batch, heads, exact_window, keys, values) if exact_window else None
             keys = torch.empty(0, codes.key_bytes, dtype=torch.uint8, device=keys.device)
             values = torch.empty(0, codes.value_bytes, dtype=torch.uint8, device=keys.device)
         with torch.inference_mode(False):
@@ -306,9 +306,9 @@ class Segments:
         marks = None
         if self._codes is not None:
             if self._ring is not None:
-                marks = self._ring.enter(self._fields["exact"], keys, values)
-            values = self._codes.encode_values(values)
-            keys = self._codes.encode_keys(keys.flatten(0, 1)).unflatten(0, (self.batch, self.heads))
+                self._release(self._ring, q)
+                marks = self._ring.enter(keys, values)
+            keys, values = self._codes.encode_keys(keys), self._codes.encode_values(values)
         if self._uniform:
             at = self._max_length
             views = self._views
@@ -351,6 +351,8 @@ class Segments:
         most, least = max(counts), min(counts)
         if most == 0:
             return
+        if self._ring is not None:
+            self._ring.settled = 0
         if isinstance(slots, int) and least == 0:
             slots = torch.full((self.batch, 1, 1), slots)
         if isinstance(slots, int):
@@ -396,6 +398,8 @@ class Segments:
         counts = mask.sum(-1).cpu()
         if torch.equal(counts, self._length):
             return
+        if self._ring is not None:
+            self._ring.settled = 0
         run, slot = mask.nonzero(as_tuple=True)
         source = self._start_dev[run] + slot
         if self._wasteful(counts):
@@ -410,10 +414,17 @@ class Segments:
 
     def crop(self, end: int) -> None:
         """Drop the slots whose position is `end` or later."""
-        before, runs = self._total, self.batch * self.heads
-        self.keep(self._padded(self._positions, -1) < end)
-        if self._ring is not None and (before - self._total) % runs == 0:  # as many in every run, the newest
-            self._ring.rewind((before - self._total) // runs)
+        ring, before = self._ring, self._length
+        kept = self._padded(self._positions, end) < end
+        if ring is None:
+            self.keep(kept)
+            return
+        newest = not bool((kept[..., 1:] & ~kept[..., :-1]).any())  # nothing goes but the ends of the runs
+        settled = ring.settled
+        self.keep(kept)
+        gone = before - self._length
+        if newest and int(gone.min()) == int(gone.max()):
+            ring.rewind(int(gone[0]), settled)
 
     def extend_blank(self, extra: Tensor) -> None:
         """Append extra[r] blank slots (position -1, zeros, fields at their fill) to run r; extra [R] int64.
@@ -427,6 +438,8 @@ class Segments:
         if bool((lengths > self._capacity).any()) or self._regular(lengths):
             self._rebuild(self._length, lengths)
         total = int(extra.sum())
+        if self._ring is not None:
+            self._ring.settled = 0
         rows = flat((self._start + self._length).to(self._device), extra.to(self._device), total)
         self._keys.index_fill_(0, rows, 0)
         self._values.index_fill_(0, rows, 0)
@@ -470,7 +483,7 @@ class Segments:
         if self._codes is not None:
             self._codes = self._codes.select(former)
             if self._ring is not None:
-                self._ring.select(former)
+                self._ring.select(index)
         self.batch = index.shape[0]
         self._rebuild(lengths, lengths, source)
 
@@ -544,6 +557,22 @@ class Segments:
         if name not in self._fields:
             raise KeyError(f"no field {name!r} here, only {sorted(self._fields)}; add_field creates one")
         return self._fields[name]
+
+    def _release(self, ring: Ring, q: int) -> None:
+        """Takes the ring's entries for q new tokens from the slots that have them."""
+        count, window = min(q, ring.window), ring.window
+        entries = self._fields["exact"]
+        if ring.settled < window or count == window:
+            ring.release(entries, count)
+        elif self._uniform:  # no search: they are the slots that are W from the end
+            low, high = max(0, self._max_length - window), self._max_length - window + count
+            if high > low:
+                self._field_view("exact").narrow(2, low, high - low).fill_(-1)
+        elif int(self._length.min()) < window:
+            ring.release(entries, count)
+        else:
+            rows = self._start_dev + (self._length_dev - window)
+            entries.index_fill_(0, (rows[:, None] + torch.arange(count, device=self._device)).view(-1), -1)
 
     def _field_view(self, name: str) -> Tensor:
         return self._views[3 + list(self._fields).index(name)]
