@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from foveakv.errors import FoveaKVError, StoreError
-from foveakv.memory.chunk_files import ChunkWriter
+from foveakv.memory.chunk_files import ChunkWriter, Staging
 from foveakv.memory.chunks import ChunkStore
 from foveakv.memory.segments import Segments
 
@@ -376,3 +376,34 @@ def test_a_full_disk_is_an_error_that_leaves_nothing(tmp_path: Any) -> None:
     del caught
     gc.collect()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_staged_copies_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of waits and copies, with streams that only take notes; CUDA itself is not needed."""
+    notes: list[str] = []
+
+    class Stream:
+        def __init__(self, name: Any) -> None:
+            self.name = name if isinstance(name, str) else "copies"
+
+        def wait_stream(self, other: Stream) -> None:
+            notes.append(f"{self.name} waits for {other.name}")
+
+        def __enter__(self) -> None:
+            notes.append("copy")
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("compute"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr("foveakv.memory.chunk_files._pinned", lambda n, like: like.new_empty(n, like.shape[1]))
+    monkeypatch.setattr(Staging, "PIECE", 3 * 32 * 4)
+    keys, values = torch.randn(20, 32), torch.randn(20, 24)
+    index = torch.tensor([3, 19, 0, 7, 7, 1, 12])
+    found = Staging(torch.device("cpu")).read([keys, values], index)
+    assert torch.equal(found[0], keys[index])
+    assert torch.equal(found[1], values[index])
+    fetched = ["copies waits for compute", "copy", "copy"]
+    assert notes == [*fetched, "copy", *fetched, "compute waits for copies"]

@@ -94,11 +94,15 @@ class Staging:
             rows = max(1, self.PIECE // max(1, source.shape[1] * source.element_size()))
             for first in range(0, len(index), rows):
                 part = index[first : first + rows]
-                # From torch's pool of pinned memory, which takes it back only when the copy is done.
-                staged = torch.empty(len(part), source.shape[1], dtype=source.dtype, pin_memory=True)
+                staged = _pinned(len(part), source)
                 torch.index_select(source, 0, part, out=staged)
                 with torch.cuda.stream(self.stream):
                     target[first : first + len(part)].copy_(staged, non_blocking=True)
             found.append(target)
         current.wait_stream(self.stream)  # on the device; the host goes on
         return found
+
+
+def _pinned(rows: int, like: Tensor) -> Tensor:
+    """[rows, W] from torch's pool of pinned memory, which takes it back only when copies from it are done."""
+    return torch.empty(rows, like.shape[1], dtype=like.dtype, pin_memory=True)
