@@ -2,8 +2,8 @@
 //
 // Work is cut into pieces of runs that are about equally long, and threads take the next piece when they are done with
 // one. A piece goes through its slots in tiles: scores of a tile, softmax against the largest score so far, weighted
-// sum of the values. Every key and value is loaded once for up to BLOCK query rows, whose sums stay in registers. Pieces
-// of one run are merged by their log-sum-exp.
+// sum of the values. Every key and value is loaded once for up to BLOCK query rows, whose sums stay in registers.
+// Pieces of one run are merged by their log-sum-exp.
 //
 // Arithmetic is float32. Storage is read through a format (Float32 and its like), tiles through row pointers: other
 // formats and other places (pages of a store) need a loader or a way to find rows, and no further change.
@@ -284,7 +284,7 @@ inline void prefetch(const uint8_t* from, int count) {
   for (int i = 0; i < count; i += 64) __builtin_prefetch(from + i, 0, 2);
 }
 
-// ---------------------------------------------------------------------------------------------------- a tile's inner loops
+// --------------------------------------------------------------------------------------------- a tile's inner loops
 
 // Arithmetic and memory take about as long as each other, so they must overlap: while scores of a tile are made its
 // values are fetched, and while its values are summed the next tile's keys are (`next`: rows of either).
@@ -293,8 +293,8 @@ inline void prefetch(const uint8_t* from, int count) {
 
 // scores[g][k .. k + K - 1] = query row g . key k; query rows are padded with zeros to whole vectors.
 template <class T, int G, int K>
-inline void score_some(const float* query, int64_t stride, const uint8_t* const* keys, const uint8_t* const* next, int k,
-                       int dim, float* scores) {
+inline void score_some(const float* query, int64_t stride, const uint8_t* const* keys, const uint8_t* const* next,
+                       int k, int dim, float* scores) {
   const uint8_t* row[K];
   Vec total[K][G];
 #pragma GCC unroll 8
@@ -334,8 +334,10 @@ inline void score_some(const float* query, int64_t stride, const uint8_t* const*
   }
 #pragma GCC unroll 8
   for (int g = 0; g < G; ++g) {
-    if constexpr (K == 4) {
-      sum_four(total[0][g], total[1][g], total[2][g], total[3][g], scores + g * TILE + k);
+    if constexpr (K % 4 == 0) {
+#pragma GCC unroll 2
+      for (int i = 0; i < K; i += 4)
+        sum_four(total[i][g], total[i + 1][g], total[i + 2][g], total[i + 3][g], scores + g * TILE + k + i);
     } else {
       for (int i = 0; i < K; ++i) scores[g * TILE + k + i] = sum(total[i][g]);
     }
@@ -345,8 +347,10 @@ inline void score_some(const float* query, int64_t stride, const uint8_t* const*
 template <class T, int G>
 __attribute__((noinline)) void score(const float* query, int64_t stride, const uint8_t* const* keys,
                                      const uint8_t* const* next, int count, int dim, float* scores) {
-  // Sums of four keys at once where the registers hold them: one horizontal sum then serves four scores.
-  constexpr int K = 4 * G + 4 <= REGISTERS ? 4 : 2 * G + 2 <= REGISTERS ? 2 : 1;
+  // Sums of four keys at once where the registers hold them: one horizontal sum then serves four scores. Of eight for
+  // few query rows of codes, which come fast enough that four sums alone would wait for each other.
+  constexpr int FIT = 4 * G + 4 <= REGISTERS ? 4 : 2 * G + 2 <= REGISTERS ? 2 : 1;
+  constexpr int K = T::CODES && 8 * (G + 1) < REGISTERS ? 8 : FIT;
   int k = 0;
   for (; k + K <= count; k += K) score_some<T, G, K>(query, stride, keys, next, k, dim, scores);
   for (; k < count; ++k) score_some<T, G, 1>(query, stride, keys, next, k, dim, scores);
@@ -355,8 +359,8 @@ __attribute__((noinline)) void score(const float* query, int64_t stride, const u
 // out[g] += sum over k of weights[g][k] * value k, for N vectors from the unit at byte `at` on, the first of them its
 // FIRST-th part.
 template <class T, int G, int N, int FIRST>
-inline void weigh_some(const float* weights, const uint8_t* const* values, const uint8_t* const* next, int count, int at,
-                       float* out, int64_t stride) {
+inline void weigh_some(const float* weights, const uint8_t* const* values, const uint8_t* const* next, int count,
+                       int at, float* out, int64_t stride) {
   constexpr int STEP = T::BYTES * LANES, FETCHED = (N + T::PER - 1) / T::PER * STEP;
   out += at / T::BYTES * T::PER + FIRST * LANES;
   Vec total[G][N];
@@ -384,10 +388,15 @@ inline void weigh_some(const float* weights, const uint8_t* const* values, const
 template <class T, int G>
 __attribute__((noinline)) void weigh(const float* weights, const uint8_t* const* values, const uint8_t* const* next,
                                      int count, int dim, float* out, int64_t stride) {
+  constexpr int MOST = T::CODES && 8 * (G + 1) < REGISTERS ? 8 : 1;
   constexpr int N = 4 * (G + 1) < REGISTERS ? 4 : 2 * (G + 1) < REGISTERS ? 2 : 1;
   constexpr int STEP = T::BYTES * LANES;
   const int whole = whole_bytes<T>(dim);
   int at = 0;
+  if constexpr (MOST > N) {
+    for (; at + MOST / T::PER * STEP <= whole; at += MOST / T::PER * STEP)
+      weigh_some<T, G, MOST, 0>(weights, values, next, count, at, out, stride);
+  }
   if constexpr (N > T::PER) {
     for (; at + N / T::PER * STEP <= whole; at += N / T::PER * STEP)
       weigh_some<T, G, N, 0>(weights, values, next, count, at, out, stride);
@@ -523,7 +532,8 @@ struct Decode {
   int64_t first_row = 0, rows = 0;  // of this pass
   Floats partial_out, partial_top, partial_sum, scores;
 
-  explicit Decode(const Arguments& arguments) : a(arguments), row_step(padded<T>(a.dim)), out_step(padded<T>(a.value_dim)) {}
+  explicit Decode(const Arguments& arguments)
+      : a(arguments), row_step(padded<T>(a.dim)), out_step(padded<T>(a.value_dim)) {}
 
   int64_t slots(int64_t run) const { return chosen_slots[run] + a.length[run]; }
 
@@ -545,9 +555,9 @@ struct Decode {
     }
     threads = std::max<int64_t>(1, std::min<int64_t>(at::get_num_threads(), total / SLOTS_PER_THREAD));
     if (at::in_parallel_region()) threads = 1;
-    const int64_t wanted =
-        threads == 1 ? std::max<int64_t>(total, 1)
-                     : std::max(SHORTEST_PIECE, (total + threads * PIECES_PER_THREAD - 1) / (threads * PIECES_PER_THREAD));
+    const int64_t most_pieces = threads * PIECES_PER_THREAD;
+    const int64_t wanted = threads == 1 ? std::max<int64_t>(total, 1)
+                                        : std::max(SHORTEST_PIECE, (total + most_pieces - 1) / most_pieces);
     first_partial.resize(a.runs);
     score_offset.resize(a.runs);
     int64_t offset = 0;
@@ -634,23 +644,26 @@ struct Decode {
       }
     }
 
-    const int64_t border = chosen_slots[piece.run], key_bytes = row_bytes<T>(a.dim), value_bytes = row_bytes<T>(a.value_dim);
+    const int64_t border = chosen_slots[piece.run];
+    const int64_t key_bytes = row_bytes<T>(a.dim), value_bytes = row_bytes<T>(a.value_dim);
+    const int64_t key_stride = a.key_stride, value_stride = a.value_stride;
     const uint8_t* keys = a.keys + a.start[piece.run] * a.key_stride;
     const uint8_t* values = a.values + a.start[piece.run] * a.value_stride;
     // The rows of a tile: at most TILE slots from `slot` on, either pages of the store where they lie, or own slots.
     const auto locate = [&](int64_t slot, const uint8_t** key_rows, const uint8_t** value_rows) {
       const bool paged = slot < border;
       const int64_t count = std::min<int64_t>(TILE, (paged ? std::min(border, piece.end) : piece.end) - slot);
-      for (int64_t k = 0; k < count; ++k) {
-        if (paged) {
-          const int64_t page = chosen[piece.run * a.table_width + (slot + k) / a.chunk];
-          const int64_t token = page * a.chunk + (slot + k) % a.chunk;
-          key_rows[k] = a.chunk_keys + token * key_bytes;
-          value_rows[k] = a.chunk_values + token * value_bytes;
-        } else {
-          key_rows[k] = keys + (slot - border + k) * a.key_stride;
-          value_rows[k] = values + (slot - border + k) * a.value_stride;
-        }
+      for (int64_t k = 0; paged && k < count; ++k) {
+        const int64_t page = chosen[piece.run * a.table_width + (slot + k) / a.chunk];
+        const int64_t token = page * a.chunk + (slot + k) % a.chunk;
+        key_rows[k] = a.chunk_keys + token * key_bytes;
+        value_rows[k] = a.chunk_values + token * value_bytes;
+      }
+      if (!paged) {
+        const uint8_t* key = keys + (slot - border) * key_stride;
+        const uint8_t* value = values + (slot - border) * value_stride;
+        for (int64_t k = 0; k < count; ++k, key += key_stride, value += value_stride)
+          key_rows[k] = key, value_rows[k] = value;
       }
       std::fill(key_rows + count, key_rows + TILE, key_rows[0]);  // may be fetched, is never used
       return count;
@@ -712,8 +725,8 @@ struct Decode {
   };
 
   // own: the tile's first slot in the segments, -1 for pages.
-  void tile(Work& w, const uint8_t* const* keys, const uint8_t* const* values, const uint8_t* const* next_keys, int count,
-            int64_t own) {
+  void tile(Work& w, const uint8_t* const* keys, const uint8_t* const* values, const uint8_t* const* next_keys,
+            int count, int64_t own) {
     // As many query rows at once as registers allow, in blocks of nearly equal size.
     const int blocks = (rows + BLOCK - 1) / BLOCK;
     for (int block = 0; block < blocks; ++block) {
@@ -802,16 +815,13 @@ struct Decode {
   // Adds the copies' values, and turns the other weights into weights of codes.
   void take_value_scales(Work& w, const uint8_t* const* values, int count, int filled, const Copies& copies) const {
     const int64_t bytes = a.value_dim * (a.copied_format ? 2 : 4), tail = row_bytes<T>(a.value_dim);
-    alignas(64) uint16_t scale[TILE], offset[TILE];
-    for (int k = 0; k < count; ++k) {
-      std::memcpy(scale + k, values[k] + tail, 2);
-      std::memcpy(offset + k, values[k] + tail + 2, 2);
-    }
-    for (int k = count; k < filled; ++k) scale[k] = offset[k] = 0;
+    uint8_t tails[4 * TILE];  // scale and zero of every slot's values
+    for (int k = 0; k < count; ++k) std::memcpy(tails + 4 * k, values[k] + tail, 4);
+    std::memset(tails + 4 * count, 0, 4 * (filled - count));
     if (copies.count) std::fill(w.copied, w.copied + out_step, 0.f);
     for (int i = 0; i < copies.count; ++i) {
       const int k = copies.slot[i];
-      scale[k] = offset[k] = 0;
+      std::memset(tails + 4 * k, 0, 4);
       expand<T>(a.copied_format, a.copied_values + copies.copy[i] * bytes, a.value_dim, w.copied);
       for (int g = 0; g < rows; ++g) {
         const Vec weight = splat(w.weights[g * TILE + k]);
@@ -822,8 +832,10 @@ struct Decode {
       }
     }
     for (int k = 0; k < filled; k += LANES) {
-      const Vec scales = Float16::open(raw<Float16>(reinterpret_cast<const uint8_t*>(scale + k)), 0);
-      const Vec offsets = Float16::open(raw<Float16>(reinterpret_cast<const uint8_t*>(offset + k)), 0);
+      Unsigned pairs;
+      std::memcpy(&pairs, tails + 4 * k, sizeof pairs);
+      const Vec scales = Float16::open(same_bits<Raw<2>::Type>(__builtin_convertvector(pairs & 0xffffu, Half)), 0);
+      const Vec offsets = Float16::open(same_bits<Raw<2>::Type>(__builtin_convertvector(pairs >> 16, Half)), 0);
       for (int g = 0; g < rows; ++g) {
         float *s = w.weights + g * TILE + k, *zeros = w.zeros + g * LANES;
         const Vec weight = load(s);
