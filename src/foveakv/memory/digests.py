@@ -16,7 +16,7 @@ from torch import Tensor
 
 DigestDtype = Literal["model", "bf16", "int8"]
 _LEVELS = 127  # int8 from -127 to 127
-_AT_ONCE = 1 << 17  # numbers of fewer bits that are widened at once: what is widened should stay in a cache
+_AT_ONCE = 1 << 19  # numbers of fewer bits that are widened at once: they should stay in a cache, in few calls
 
 
 class Digests:
