@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import families
 import masked_reference
 import matrix
 import pytest
+import tiny_folder
 import torch
 from masked_reference import largest_difference, masked, recorded
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
+from typer.testing import CliRunner, Result
 
 import foveakv
 from foveakv import errors
+from foveakv.cli import app
 from foveakv.memory.codes import Codes
 from foveakv.memory.segments import Segments
 
@@ -376,6 +381,36 @@ def test_an_odd_head_dimension_cannot_be_packed() -> None:
     model = families.build("llama", head_dim=15, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
     with pytest.raises(errors.MethodError, match=r"even head dimensions, got 15.*choose kv_dtype='int8'"):
         foveakv.cache_for(model, foveakv.methods.get("full"), kv_dtype="int4")
+
+
+# ------------------------------------------------------------------------------------------------- command line
+
+
+def invoke(*args: Any) -> Result:
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def test_command_line(tmp_path: Path) -> None:
+    folder, pictures = tiny_folder.save(tmp_path / "model"), tiny_folder.pictures(tmp_path, 1)
+    common = ("--model", folder, "-i", pictures[0], "-p", "Hm?", "--kv-dtype", "int8", "-n", 3)
+    out = tmp_path / "out.json"
+    done = invoke("generate", *common, "--method", "snapkv", "--set", "window=4", "--json", out)
+    assert done.exit_code == 0, done.output
+    assert "int8, the newest 32 exact" in done.stdout
+    assert json.loads(out.read_text())["report"]["kv_dtype"] == "int8"
+    done = invoke("compare", *common, "--methods", "full", "--json", out)
+    assert done.exit_code == 0, done.output
+    assert "slots in int8" in done.stdout
+    data = json.loads(out.read_text())
+    assert data["kv_dtype"] == "int8"
+    assert data["rows"][1]["report"]["kv_dtype"] == "int8"
+
+
+@pytest.mark.parametrize("command", ["generate", "compare"])
+def test_command_line_mistakes_are_found_before_the_model_is_loaded(command: str) -> None:
+    done = invoke(command, "--model", "no/such/model", "--prompt", "Hm?", "--kv-dtype", "int9")
+    assert done.exit_code == 2
+    assert "unknown kv_dtype 'int9' (did you mean 'int8'?)" in done.stderr
 
 
 # --------------------------------------------------------------------------------------------------------- quality
