@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foveakv.cache import CompressedCache
+from foveakv.memory.chunks import ChunkStore
 from foveakv.methods import Method
 from foveakv.prompt import IMAGE, TEXT, PromptMap
 
@@ -135,13 +136,21 @@ class Driver:
 
     @property
     def read(self) -> list[Tensor]:
-        """What a decode step reads of the stored prompt: keys, values, and where chunks are chosen their digests."""
+        """What a decode step reads of the stored prompt: keys, values, and where chunks are chosen their digests.
+
+        Chunks that are read where they lie count as as many rows from the beginning of their store.
+        """
         found = []
         for layer in self.cache.compressed:
             if layer.segments is not None:
                 found += [layer.segments.runs.keys, layer.segments.runs.values]
             digests = (getattr(memory, "digests", None) for memory in layer.extra_memory)
             found += [tensor for tensor in digests if isinstance(tensor, Tensor)]
+            for store in (memory for memory in layer.extra_memory if isinstance(memory, ChunkStore)):
+                if store.in_place and store.choosing:
+                    keys, values, table = store.pages()
+                    count = int((table >= 0).sum())
+                    found += [keys[:count], values[:count]]
         return found
 
     @property
