@@ -54,7 +54,9 @@ def attend_with_copies(
     outside = scores.logsumexp(-1).view(query.shape[:3])
     if other_lse is not None:
         outside = torch.logaddexp(outside, other_lse.to(dtype))
-    found = backend(query, coded, scaling, seen, need_mass, True, outside)
+    # A 16-bit output would be rounded before the sum; on a GPU that is the price of its 16-bit products.
+    asked = query.to(dtype) if query.is_cpu else query
+    found = backend(asked, coded, scaling, seen, need_mass, True, outside)
     assert found.lse is not None  # asked for
     weights = torch.exp(scores - safe(found.lse).view(batch, heads, -1, 1))  # [B, H, n, W]
     out = found.out + (weights @ values).view(found.out.shape)
