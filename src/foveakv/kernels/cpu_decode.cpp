@@ -411,15 +411,18 @@ __attribute__((noinline)) void weigh(const float* weights, const uint8_t* const*
   }
   if (const int rest = int(row_bytes<T>(dim)) - whole; rest > 0) {
     out += whole / T::BYTES * T::PER;
-    for (int k = 0; k < count; ++k) {
-      const auto last = raw_part<T>(values[k] + whole, rest);
-      for (int part = 0; part < T::PER; ++part) {
-        const Vec x = T::open(last, part);
-        for (int g = 0; g < G; ++g) {
-          float* to = out + g * stride + part * LANES;
-          store(to, load(to) + x * weights[g * TILE + k]);
-        }
+#pragma GCC unroll 2
+    for (int part = 0; part < T::PER; ++part, out += LANES) {
+      Vec total[G];
+#pragma GCC unroll 8
+      for (int g = 0; g < G; ++g) total[g] = load(out + g * stride);
+      for (int k = 0; k < count; ++k) {
+        const Vec x = T::open(raw_part<T>(values[k] + whole, rest), part);
+#pragma GCC unroll 8
+        for (int g = 0; g < G; ++g) total[g] += x * splat(weights[g * TILE + k]);
       }
+#pragma GCC unroll 8
+      for (int g = 0; g < G; ++g) store(out + g * stride, total[g]);
     }
   }
 }
