@@ -269,6 +269,27 @@ def test_a_copied_cache_goes_its_own_way() -> None:
     assert torch.equal(model.generate(**more, **matrix.GREEDY, past_key_values=twin).sequences, want)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_in_chunks(kind: str) -> None:
+    """Ranges are those of the whole prompt, not of its last chunk."""
+    model, inputs = matrix.model("llama", torch.float64), families.batch("llama", dtype=torch.float64).inputs
+    run = compressed(model, matrix.method("snapkv"), inputs, kind, 3, prefill_chunk_size=16)
+    check(model, run, inputs, kind, 3, prefill_chunk_size=16)
+
+
+def test_the_oldest_decoded_tokens_go_first() -> None:
+    model, inputs = matrix.model("llama"), families.prompt("llama")
+    with foveakv.compress(
+        model, matrix.method("snapkv"), kv_dtype="int8", exact_window=2, max_decode_slots=4, trace=True
+    ) as session:
+        model.generate(**inputs, **{**matrix.GREEDY, "max_new_tokens": 12})
+    columns = inputs["input_ids"].shape[1]
+    for layer in session.cache.compressed:
+        positions, entries = layer.segments.positions(), layer.segments.field("exact")
+        assert int((positions >= columns).sum(-1).max()) <= 4
+        assert torch.equal(entries >= 0, positions >= columns + 9)
+
+
 @pytest.mark.parametrize("window", [0, 4, 32])
 def test_cropped_drafts_leave_nothing_behind(window: int) -> None:
     """Tokens that were taken back and given again are the same bytes in the same ring."""
