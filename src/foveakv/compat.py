@@ -108,6 +108,7 @@ def lost_in_chunks(inputs: Mapping[str, Any]) -> list[str]:
     return [name for name in media if inputs.get(name) is not None]
 
 
-def tokens_to_remove(amount: int, seen: int) -> int:
-    """`crop(n)`: n < 0 removes |n| tokens; n > 0 was, in older versions, the length to keep."""
+def tokens_to_remove(amount: Any, seen: int) -> int:
+    """`crop(n)`: n < 0 removes |n| tokens; n > 0 was, in older versions, the length to keep (a tensor at times)."""
+    amount = int(amount)
     return -amount if amount <= 0 else max(seen - amount, 0)
