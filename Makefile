@@ -43,6 +43,7 @@ bench: $(VENV)/.ready
 	@if test -x benchmarks/peers/.venv-kvpress/bin/python; then $(VENV)/bin/python -m benchmarks run kvpress $(RESUME); \
 		else echo "kvpress left out; make its environment with: sh benchmarks/peers/install.sh"; fi
 	@$(VENV)/bin/python -m benchmarks report
+	@$(VENV)/bin/python -m benchmarks readme
 
 $(VENV)/.ready: CONSTRAINTS := constraints/newest.txt
 $(VENV)/.ready: constraints/newest.txt

@@ -429,5 +429,8 @@ class Session:
         return self.cache.trace
 
     def kept(self, layer: int) -> Tensor:
-        """Positions stored in model layer `layer` right now: LongTensor [B, H, M], ascending, -1 behind the last."""
+        """Positions that model layer `layer` attends to, chunks chosen in the last step included.
+
+        LongTensor [B, H, M], ascending, -1 behind the last.
+        """
         return self.cache.kept(layer)
