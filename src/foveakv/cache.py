@@ -87,9 +87,10 @@ class CompressedCache(compat.Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
         """A cache of its own in the same state (one prompt, several continuations); model and method are shared."""
         copied = memo[id(self)] = object.__new__(type(self))
-        for name, value in vars(self).items():
-            shared = name in ("config", "method", "owner", "hold")
-            setattr(copied, name, value if shared else copy.deepcopy(value, memo))
+        with torch.inference_mode(False):  # copies made under inference_mode must be usable outside
+            for name, value in vars(self).items():
+                shared = name in ("config", "method", "owner", "hold")
+                setattr(copied, name, value if shared else copy.deepcopy(value, memo))
         for layer in copied.compressed:
             layer._cache = weakref.ref(copied)
         if copied.hold is not None:
@@ -100,6 +101,13 @@ class CompressedCache(compat.Cache):
         """Forgets the prompt; the next forward pass begins a new one."""
         super().reset()
         self._forget()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the newest tokens in every layer, or raises and changes nothing."""
+        for layer in self.compressed:
+            if remove := compat.tokens_to_remove(tokens_to_remove, layer.seen):
+                layer.check_crop(remove)
+        super().crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Beam search: sequence b continues what `beam_idx[b]` has; every side tensor follows."""

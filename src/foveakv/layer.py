@@ -122,26 +122,40 @@ class CompressedLayer(compat.CacheLayerMixin):
 
     @property
     def is_croppable(self) -> bool:
-        return not self.cache.method.evicts_while_decoding
+        return not self.cache.method.evicts_while_decoding and self.cache.max_decode_slots is None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the newest tokens (assisted decoding rejects drafts this way)."""
         remove = compat.tokens_to_remove(tokens_to_remove, self.seen)
         if remove == 0:
             return
+        self.check_crop(remove)
+        self.cache.note_peak()
+        self.seen -= remove
+        if self.segments is not None:
+            self.segments.crop(self.seen)
+
+    def check_crop(self, remove: int) -> None:
+        """Raises where the newest `remove` tokens cannot be taken back; changes nothing."""
+        if self._incomplete:
+            raise CacheInUseError("a prompt that comes in chunks is not complete yet and cannot be cropped")
         if not self.is_croppable:
+            what = self.cache.method.name if self.cache.max_decode_slots is None else "max_decode_slots"
             raise UnsupportedModeError(
-                f"{self.cache.method.name} evicts while decoding, so rejected draft tokens cannot be taken back; use a "
-                "method that evicts at prefill only (snapkv, adakv, hybridkv) or generate without an assistant"
+                f"{what} evicts while decoding, so rejected draft tokens cannot be taken back; use a method that "
+                "evicts at prefill only (snapkv, adakv, hybridkv) without max_decode_slots, or generate without an "
+                "assistant"
             )
         if self.seen - remove < self.prompt_columns:
             raise UnsupportedModeError(
                 f"{self.cache.method.name}: the prompt is compressed as a whole and cannot be cropped; call reset() "
                 "and start again"
             )
-        self.seen -= remove
-        if self.segments is not None:
-            self.segments.crop(self.seen)
+
+    @property
+    def _incomplete(self) -> bool:
+        """Whether some of the prompt is here, and not all of it."""
+        return self.segments is None and self._dense is not None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select(beam_idx)
@@ -157,8 +171,12 @@ class CompressedLayer(compat.CacheLayerMixin):
         return self.segments.batch if self.segments is not None else 0
 
     def _select(self, index: Tensor) -> None:
+        if self._incomplete:
+            raise CacheInUseError("a prompt that comes in chunks is not complete yet and cannot be reordered")
         if self.segments is None:
             return
+        if self.ordinal == 0:
+            self.cache.note_peak()
         before = self.segments.batch
         self.segments.select_sequences(index)
         if self.segments.batch != before:  # beams keep their number; repeats and selections count anew
@@ -302,7 +320,8 @@ class CompressedLayer(compat.CacheLayerMixin):
     @property
     def device_nbytes(self) -> int:
         """Storage bytes on the compute device: keys, values, positions, side tensors, a method's state, digests."""
-        dense = sum(t.nbytes for t in self._dense or ())
+        waiting = (*(self._dense or ()), *(self._drafts or ()), self._queries)
+        dense = sum(t.nbytes for t in waiting if t is not None)
         stored = 0 if self.segments is None else self.segments.nbytes + self.segments.side_nbytes
         state = sum(t.untyped_storage().nbytes() for t in self.state.values() if isinstance(t, Tensor))
         return dense + stored + state + sum(memory.device_nbytes for memory in self.extra_memory)

@@ -139,8 +139,8 @@ class Once:
                         raise BuildError(f"{SWITCH}=off is set")
                     path = build()
                     self._library, self.path = load(path), path
-                except BuildError as error:
-                    self._reason = str(error)
+                except (BuildError, OSError, RuntimeError, ValueError) as error:  # "auto" must be able to go on
+                    self._reason = str(error) or type(error).__name__
             if self._library is None:
                 raise BuildError(self._reason)
             return self._library
@@ -160,7 +160,11 @@ class Once:
         """What is known without building anything."""
         if self._library is None and (self._reason is not None or switched_off()):
             return f"unavailable: {self._reason or f'{SWITCH}=off is set'}"
-        if self._library is not None or find() is not None:
+        try:
+            built = self._library is not None or find() is not None
+        except (OSError, RuntimeError) as error:
+            return f"unavailable: {error}"
+        if built:
             return f"ready, {instructions()}"
         return "not built yet: done on first use, or by `foveakv kernels build`"
 
@@ -214,7 +218,9 @@ def _compile(compiler: list[str], target: Path) -> Path:
 
 def _run(command: list[str]) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT, stdin=subprocess.DEVNULL
+        )
     except subprocess.TimeoutExpired:
         raise BuildError(f"{command[0]} took more than {TIMEOUT} s") from None
     except OSError as error:

@@ -163,6 +163,8 @@ def _attend(
     length = runs.length if runs.length_host is None else runs.length_host
     mask_at = mask_batch = mask_head = mask_query = 0
     if mask is not None:
+        if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[2:] != (q, longest):
+            raise ValueError(f"mask must be bool [B, 1 or H, {q}, {longest}], got {mask.dtype} {tuple(mask.shape)}")
         mask = mask if mask.stride(3) == 1 else mask.contiguous()
         mask_batch, mask_head, mask_query = (0 if mask.shape[i] == 1 else mask.stride(i) for i in range(3))
         mask_at = mask.data_ptr()

@@ -46,6 +46,8 @@ def attend_with_pages(
     [B, H, M] of the own slots.
     MethodError: `need_mass` together with a page_mask, or what `attend` raises. ValueError: shapes.
     """
+    if not query.is_cpu:
+        raise MethodError("pages are read where they lie on a CPU only; bring them into the segments on a device")
     many = backend == "auto" and choose(query, runs, need_mass=need_mass) != "cpu"
     if page_mask is None and not many:
         return cpu.attend_with_chunks(

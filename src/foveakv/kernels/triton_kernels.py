@@ -170,13 +170,15 @@ def partial_attention(
             step = half_at(tail, visible)
             zero = half_at(tail + 2, visible) + step * (128.0 if KIND == 1 else 8.0)
             zeros = zeros * shrink + tl.sum(weight * zero[None, :], 1)
-            weight = (weight * step[None, :]).to(even.dtype)
+            # The step goes into the codes: small weights times small steps would fall below float16's normal numbers.
+            weight = weight.to(even.dtype)
             code = v.to(tl.int32)
             if KIND == 1:
-                acc = tl.dot(weight, (code - 128).to(weight.dtype), acc * shrink[:, None], input_precision="ieee")
+                codes = ((code - 128).to(tl.float32) * step[:, None]).to(weight.dtype)
+                acc = tl.dot(weight, codes, acc * shrink[:, None], input_precision="ieee")
             else:
-                even_codes = ((code & 15) - 8).to(weight.dtype)
-                odd_codes = ((code >> 4) - 8).to(weight.dtype)
+                even_codes = (((code & 15) - 8).to(tl.float32) * step[:, None]).to(weight.dtype)
+                odd_codes = (((code >> 4) - 8).to(tl.float32) * step[:, None]).to(weight.dtype)
                 acc = tl.dot(weight, even_codes, acc * shrink[:, None], input_precision="ieee")
                 acc_odd = tl.dot(weight, odd_codes, acc_odd * shrink[:, None], input_precision="ieee")
         top = higher

@@ -361,7 +361,18 @@ class Segments:
                 for view in self._views:
                     view.select(2, slots).copy_(view.select(2, last))
         else:
-            slots = slots[..., :most].to(self._device)
+            slots = slots[..., :most]
+            if slots.dim() != 3 or slots.shape[:2] not in ((self.batch, self.heads), (self.batch, 1)):
+                raise ValueError(f"slots must be [{self.batch}, {self.heads} or 1, n], got {tuple(slots.shape)}")
+            if slots.device.type == "cpu":  # on a device the check would make it wait
+                named = slots
+                if most != least:  # entries behind a sequence's count may be anything
+                    within = torch.arange(most) < torch.tensor(counts)[:, None, None]
+                    named = slots[within.expand_as(slots)]
+                low, high = torch.aminmax(named)
+                if int(low) < 0 or int(high) >= self._max_length:
+                    raise ValueError(f"evict names slots {int(low)} to {int(high)} of {self._max_length}")
+            slots = slots.to(self._device)
             if most == least == 1:
                 source = self._start_dev + (self._length_dev - 1)
                 target = (self._start_dev.view(self.batch, self.heads) + slots[..., 0]).view(-1)

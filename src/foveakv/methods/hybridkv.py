@@ -133,7 +133,7 @@ class HybridKV(Method):
 
     def begin(self, cache: CompressedCache) -> None:
         prompt = cache.full_prompt
-        share = Fraction(repr(self.k_ratio))  # exact: 0.05 * 140 is 7 and not a little more
+        share = Fraction(repr(float(self.k_ratio)))  # exact: 0.05 * 140 is 7 and not a little more
         k = [max(1, math.ceil(share * length)) for length in prompt.lengths.tolist()]
         cache.state["hybridkv"] = *text_rows(prompt, self.text_rows == "after_visual", self.max_text_rows), k
 
