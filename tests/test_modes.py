@@ -653,3 +653,50 @@ def test_a_cache_that_evicts_while_decoding_cannot_be_cropped(name: str) -> None
     assert not run.cache.is_croppable
     with pytest.raises(errors.UnsupportedModeError, match=name):
         run.cache.crop(-1)
+
+
+# ----------------------------------------------------------------------------- operations that change nothing or all
+
+
+def test_an_incomplete_prompt_is_neither_cropped_nor_reordered() -> None:
+    model, argument = matrix.model("llama", torch.float64), matrix.cache_argument("llama")
+    ids = families.prompt("llama")["input_ids"]
+    with foveakv.compress(model, matrix.method("snapkv")) as session, session.chunked_prefill(ids.shape[1]):
+        cache = matrix.cache_of(model(input_ids=ids[:, :20], use_cache=True))
+        for change in (lambda: cache.crop(-3), lambda: cache.reorder_cache(torch.tensor([0]))):
+            with pytest.raises(errors.CacheInUseError, match="not complete"):
+                change()
+        waiting = sum(layer._queries.nbytes for layer in cache.compressed)
+        assert waiting > 0
+        assert cache.stored_nbytes >= waiting  # what waits for the rest of the prompt is memory too
+        model(input_ids=ids[:, 20:], **{argument: cache})
+        assert cache.prefilled
+
+
+def test_a_refused_crop_changes_no_layer() -> None:
+    model, inputs = matrix.model("gemma3", torch.float64), inputs_of("gemma3")  # sliding layers crop first
+    run = matrix.compressed(model, matrix.method("h2o"), inputs)
+    lengths = [layer.get_seq_length() for layer in run.cache.layers]
+    with pytest.raises(errors.UnsupportedModeError, match="evicts while decoding"):
+        run.cache.crop(-1)
+    assert [layer.get_seq_length() for layer in run.cache.layers] == lengths
+
+
+def test_a_bound_on_decoded_tokens_cannot_take_drafts_back() -> None:
+    model, inputs = matrix.model("llama", torch.float64), inputs_of("llama")
+    with foveakv.compress(model, matrix.method("snapkv"), max_decode_slots=4) as session:
+        model.generate(**inputs, **matrix.GREEDY)
+        with pytest.raises(errors.UnsupportedModeError, match="max_decode_slots evicts"):
+            session.cache.crop(-1)
+
+
+def test_a_copy_made_under_inference_mode_goes_on_outside() -> None:
+    model, argument = matrix.model("llama", torch.float64), matrix.cache_argument("llama")
+    ids = families.prompt("llama")["input_ids"]
+    cache = foveakv.cache_for(model, matrix.method("h2o"))
+    with torch.inference_mode():
+        model(input_ids=ids, **{argument: cache})
+        twin = copy.deepcopy(cache)
+    with torch.no_grad():
+        logits = [model(input_ids=torch.tensor([[11]]), **{argument: c}).logits for c in (twin, cache)]
+    assert torch.equal(*logits)
