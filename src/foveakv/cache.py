@@ -107,6 +107,7 @@ class CompressedCache(compat.Cache):
         for layer in self.compressed:
             if remove := compat.tokens_to_remove(tokens_to_remove, layer.seen):
                 layer.check_crop(remove)
+        self.note_peak()
         super().crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

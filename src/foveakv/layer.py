@@ -130,7 +130,6 @@ class CompressedLayer(compat.CacheLayerMixin):
         if remove == 0:
             return
         self.check_crop(remove)
-        self.cache.note_peak()
         self.seen -= remove
         if self.segments is not None:
             self.segments.crop(self.seen)

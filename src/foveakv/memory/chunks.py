@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foveakv.columns import real_first
 from foveakv.memory.chunk_files import ChunkWriter, Place, Staging
 from foveakv.memory.digests import DigestDtype, Digests
 from foveakv.memory.pages import Pages
@@ -65,7 +66,7 @@ class ChunkStore:
         self.batch, self.kv_heads = keys.shape[:2]
         sequence, head = heads.cpu().nonzero(as_tuple=True)
         count = (real.sum(-1) // chunk).cpu()[sequence]  # [S]
-        order = (~real).to(self.device, torch.int8).argsort(dim=-1, stable=True)  # real columns first, in order
+        order = real_first(real.to(self.device))
         stored = list(zip(sequence.tolist(), head.tolist(), count.tolist(), strict=True))
         means = self._write_chunks(keys, values, order, stored, directory)
         self._digests = Digests(means, count, digest_dtype, keys.dtype)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from foveakv import scores
+from foveakv.columns import real_first
 from foveakv.errors import MethodError
 from foveakv.methods import checks
 from foveakv.methods.base import DecodeView, Drop, PrefillView, keep_top
@@ -37,7 +38,7 @@ def prompt_scores(view: PrefillView, rows: Literal["all"] | int) -> Tensor:
     """
     real = view.prompt.real
     lengths = real.sum(-1)
-    order = (~real).to(torch.int8).argsort(dim=-1, stable=True)  # real columns first, in order
+    order = real_first(real)
     width = int(lengths.max())
     if rows == "all" or rows >= width:
         return _sums(view, order[:, :width], torch.arange(width, device=real.device) < lengths[:, None])

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from foveakv.allocation import allocate_heads
 from foveakv.budget import Geometry, parse_budget
+from foveakv.columns import from_end, real_first
 from foveakv.errors import CacheInUseError, MethodError, UnsupportedModeError
 from foveakv.kernels.paged import reads_pages
 from foveakv.memory.chunk_files import Place
@@ -20,7 +21,6 @@ from foveakv.memory.digests import DigestDtype, digest_bytes
 from foveakv.memory.segments import Segments
 from foveakv.methods.base import DecodeView, Method, PrefillView, keep_top
 from foveakv.methods.checks import choice, flag, number, share, whole_number
-from foveakv.methods.columns import from_end, real_first
 from foveakv.prompt import PromptMap
 from foveakv.scores import text_rows, topk_mass, window_scores
 

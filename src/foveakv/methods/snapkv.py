@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from foveakv.budget import parse_budget
+from foveakv.columns import newest
 from foveakv.errors import MethodError
 from foveakv.methods.base import Method, PrefillView, keep_top
 from foveakv.methods.checks import whole_number
-from foveakv.methods.columns import newest
 from foveakv.scores import window_scores
 
 
