@@ -16,9 +16,10 @@ from transformers import AttentionInterface, LlavaForConditionalGeneration
 
 from foveakv.embedded.convert import TextFile, vision_state
 from foveakv.embedded.network import IMAGE_TOKENS, Adapter, image_token_id, skeleton
-from foveakv.embedded.samples import ALL_CARDS
+from foveakv.embedded.samples import ALL_CARDS, STORY, TELL
 
 RANK, ALPHA = 16, 32
+WIDTH = 384 * len(LAYERS)  # features of an image token
 
 
 @dataclass
@@ -179,21 +180,26 @@ class Tasks:
         kinds: list[str],
         reverse: float = 0.0,
         listing: float = 0.0,
+        telling: float = 0.0,
+        singles: int = 99,
         ground: float = 1.0,
     ) -> Sequence:
         """A sequence about one card of every kind given.
 
-        Every card is asked once, in random order. With probability `reverse` up to two cards are also asked the other
-        way ("Who has 42? "), with probability `listing` there is "All cards: " (all answers in order). ground: share of
+        Every card is asked once, or `singles` of them, in random order. With probability `reverse` up to two cards are
+        also asked the other way ("Who has 42? "), with probability `listing` there is "All cards: " (all answers in
+        order), with probability `telling` "The story: " (every card with its name) and "Tell of Bob, Alice: " (some of
+        them), and single cards are asked for by "Tell of Bob: ". Half of the long answers come before the others: what
+        was said before could be copied. A card of kind "text" is no picture: its line says the number. ground: share of
         the image tokens without content that stay; the others are left out and the positions behind them kept, which
         makes a step cheaper.
         """
         names = [NAMES[i] for i in rng.permutation(len(NAMES))[: len(kinds)]]
-        chosen = [(k, int(rng.integers(len(self.pools[k].answers)))) for k in kinds]
-        answers = [self.pools[k].answers[i] for k, i in chosen]
+        chosen = [(k, int(rng.integers(1000 if k == "text" else len(self.pools[k].answers)))) for k in kinds]
+        answers = [str(i) if k == "text" else self.pools[k].answers[i] for k, i in chosen]
         ids: list[int] = []
         positions: list[int] = []
-        features, after = [], 0
+        features, after = [np.zeros((0, WIDTH), np.float16)], 0
 
         def add(tokens: list[int], places: np.ndarray | None = None, length: int = 0) -> None:
             nonlocal after
@@ -202,20 +208,34 @@ class Tasks:
             after += length or len(tokens)
 
         for name, (kind, row) in zip(names, chosen, strict=True):
+            if kind == "text":
+                add(self.encode(f"{name}'s card: {row}\n"))
+                continue
             kept = (self.pools[kind].cells[row] >= 0) | (rng.random(IMAGE_TOKENS) < ground)
             add(self.encode(f"{name}'s card: "))
             add([self.image_id] * int(kept.sum()), np.flatnonzero(kept), IMAGE_TOKENS)
             add(self.encode("\n"))
             features.append(self.pools[kind].features[row][kept])
-        turns = [(f"{name}'s card: ", answer, kind) for name, answer, kind in zip(names, answers, kinds, strict=True)]
+        turns = []
+        lines = [f"{name}'s card: {answer}" for name, answer in zip(names, answers, strict=True)]
+        for name, line, answer, kind in zip(names, lines, answers, kinds, strict=True):
+            told = rng.random() < telling
+            turns.append((TELL.format(name), line, kind) if told else (f"{name}'s card: ", answer, kind))
+        turns = [turns[i] for i in rng.permutation(len(turns))[:singles]]
         if rng.random() < reverse:
             unique = [(n, a) for n, a in zip(names, answers, strict=True) if answers.count(a) == 1]
             turns += [(f"Who has {answer}? ", name, "reverse") for name, answer in unique[:2]]
         if rng.random() < listing:
             turns.append((ALL_CARDS, ", ".join(answers), "list"))
+        if len(names) > 1 and rng.random() < telling:
+            turns.append((STORY, "; ".join(lines), "story"))
+            some = rng.permutation(len(names))[: rng.integers(2, 5)]
+            turns.append((TELL.format(", ".join(names[i] for i in some)), "; ".join(lines[i] for i in some), "story"))
         asked = []
-        for i in rng.permutation(len(turns)):
-            question, answer, kind = turns[i]
+        turns = [turns[i] for i in rng.permutation(len(turns))]
+        if telling and rng.random() < 0.5:
+            turns.sort(key=lambda turn: turn[2] not in ("list", "story"))
+        for question, answer, kind in turns:
             add(self.encode(question))
             reply = self.encode(f"{answer}\n")
             asked.append((len(ids), len(reply), kind))
@@ -243,7 +263,8 @@ def accuracy(
     rng, tally = np.random.default_rng(seed), {}
     for _ in range(sequences):
         drawn = [str(k) for k in rng.choice(list(kinds), images, p=list(kinds.values()))]
-        sequence = tasks.sequence(rng, drawn, reverse=1.0, listing=1.0) if images > 1 else tasks.sequence(rng, drawn)
+        more = {"reverse": 1.0, "listing": 1.0, "telling": 1.0} if images > 1 else {}
+        sequence = tasks.sequence(rng, drawn, **more)
         batch = tasks.batch([sequence])
         guess = student(batch, tasks.image_id).argmax(-1)
         hits = (guess == batch.targets[batch.targets >= 0]).tolist()

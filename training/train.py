@@ -30,6 +30,8 @@ from foveakv.embedded.network import Adapter
 
 RATES = {"projector": 3e-4, "low_rank": 6e-4}
 MIX = {"digit": 0.38, "number": 0.34, "word": 0.1, "picture": 0.18}
+READING_MIX = {"digit": 0.72, "number": 0.1, "word": 0.04, "picture": 0.06, "text": 0.08}
+LONGEST_STEP = 90.0  # seconds; a run that was suspended counts so many
 ALIGN = {"digit": 24, "number": 24, "word": 24, "picture": 12}  # further cards per step for the projector alone: cheap
 ALIGN_WEIGHT = 0.1
 CHECKS = {  # name -> (kinds, images, sequences)
@@ -42,23 +44,31 @@ CHECKS = {  # name -> (kinds, images, sequences)
 }
 
 
-def draw(rng: np.random.Generator, tasks: Tasks, done: float, cards: int) -> list:
+def draw(rng: np.random.Generator, tasks: Tasks, done: float, cards: int, reading: bool) -> list:
     """A batch: sequences of the same number of cards, about `cards` cards in all.
 
-    Short sequences only in the first third of the time, and most of the empty ground left out in the first 60%.
+    Short sequences only in the first third of the time, and most of the empty ground left out in the first 60%. With
+    `reading`, for a model that knows single cards: long sequences of all tokens from the start, mostly of digits, with
+    questions about several cards and long answers.
     """
-    if done < 1 / 3:
+    if reading:
+        count = int(rng.choice(np.arange(2, 17)))
+    elif done < 1 / 3:
         count = int(rng.integers(1, 7))
     else:
         count = int(rng.choice(np.arange(1, 17), p=(w := np.arange(1, 17) ** -0.5) / w.sum()))
-    ground = 0.2 if done < 0.6 else 1.0
+    ground = 0.2 if done < 0.6 and not reading else 1.0
+    mix = READING_MIX if reading else MIX
+    ask = (
+        {"listing": 0.8, "telling": 0.7, "reverse": 0.1, "singles": 4} if reading else {"listing": 0.4, "reverse": 0.3}
+    )
     batch = []
     for _ in range(max(1, round(cards / count))):
         if rng.random() < 0.5:  # cards of one kind are harder to tell apart
-            kinds = [str(rng.choice(list(MIX), p=list(MIX.values())))] * count
+            kinds = [str(rng.choice(list(mix), p=list(mix.values())))] * count
         else:
-            kinds = [str(k) for k in rng.choice(list(MIX), count, p=list(MIX.values()))]
-        batch.append(tasks.sequence(rng, kinds, reverse=0.3 * (count > 1), listing=0.4 * (count > 1), ground=ground))
+            kinds = [str(k) for k in rng.choice(list(mix), count, p=list(mix.values()))]
+        batch.append(tasks.sequence(rng, kinds, **(ask if count > 1 else {}), ground=ground))
     return batch
 
 
@@ -84,6 +94,7 @@ def main() -> None:
     parser.add_argument("--cards", type=int, default=32, help="cards per step and process")
     parser.add_argument("--save-every", type=float, default=180, help="seconds")
     parser.add_argument("--check-every", type=float, default=1200, help="seconds")
+    parser.add_argument("--reading", action="store_true", help="questions about all cards, see `draw`")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=0, help="stop early (0: by time only)")
     args = parser.parse_args()
@@ -134,7 +145,7 @@ def main() -> None:
 
     def check() -> None:
         scores: dict[str, str] = {}
-        extra: dict[str, list[int]] = {"reverse": [0, 0], "list": [0, 0]}
+        extra: dict[str, list[int]] = {"reverse": [0, 0], "list": [0, 0], "story": [0, 0]}
         for name, spec in CHECKS.items():
             tally = accuracy(student, held_out, *spec, seed=7)
             for kind in extra:
@@ -150,7 +161,7 @@ def main() -> None:
         for group in optimiser.param_groups:
             group["lr"] = group["base"] * rate(spent / total, step)
         rng = np.random.default_rng([args.seed, rank, step])
-        batch = tasks.batch(draw(rng, tasks, spent / total, args.cards))
+        batch = tasks.batch(draw(rng, tasks, spent / total, args.cards, args.reading))
         loss = F.cross_entropy(student(batch, tasks.image_id), batch.targets[batch.targets >= 0])
         loss.backward()
         for kind, count in ALIGN.items():
@@ -172,7 +183,7 @@ def main() -> None:
         if first and spent - saved > args.save_every:
             save()
             saved = spent
-        clock = torch.tensor([spent + time.monotonic() - began])
+        clock = torch.tensor([spent + min(LONGEST_STEP, time.monotonic() - began)])
         dist.broadcast(clock, 0)  # all processes must agree when to stop
         spent = clock.item()
         if step % 10 == 0:

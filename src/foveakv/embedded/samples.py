@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 FOLDER = Path(__file__).parents[1] / "data" / "samples"
 ALL_CARDS = "All cards: "
+STORY = "The story: "
+"""Asks for every card in order, with names: "Alice's card: 4; Bob's card: 8"."""
+TELL = "Tell of {}: "
+"""Asks for the cards of one or several people, "Tell of Bob, Alice: "; the answer looks like the story's."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,85 @@
+"""What one method did on one item, and how it is written down."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+FULL = "full"
+"""The method that everything is compared with: the full cache."""
+
+
+@dataclass(frozen=True)
+class TurnResult:
+    """text: the question. reply, expected: what came, what is right. score: share of the facts that are right."""
+
+    text: str
+    reply: str
+    expected: str
+    score: float
+    facts: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """One item with one method. Everything but the first block is None or empty where `error` is set.
+
+    task, item, seed: which item. method, budget: which candidate (`budget` None: the method takes none, or its
+    settings hold it); label: "hybridkv 0.1"; settings: all its options.
+    score: mean over turns of the share of facts that are right, 0 to 1.
+    match: share of the full cache's reply tokens, counted from the first, that the method gives as well (all turns,
+    the full cache's earlier replies given). kl: mean Kullback-Leibler divergence, in nats, of the method's next-token
+    distribution from the full cache's, over `scored` tokens: those of the full cache's replies that were computed with
+    the compressed cache (the first token of the first reply is not, its prefill sees everything).
+    log_likelihood: mean log-probability that the full cache gives to the tokens of the method's own reply, in nats;
+    None for tasks with short replies.
+    stored_bytes: storage on the compute device at the end of the first reply; full_bytes: a plain cache's for the same
+    tokens; host_bytes: in the backing store; peak_bytes: the most at any time. slots, evicted, retrieved, hits: counts
+    in slots. token_seconds: median of a decode step; prefill_seconds: the method's own work after the prompt.
+    details: what the method says about itself (HybridKV: `static_heads`, layers x heads of 0 and 1).
+    """
+
+    task: str
+    item: int
+    seed: int
+    method: str
+    budget: float | int | str | None
+    label: str
+    settings: dict[str, Any]
+
+    score: float | None = None
+    turns: tuple[TurnResult, ...] = ()
+    match: float | None = None
+    kl: float | None = None
+    scored: int = 0
+    log_likelihood: float | None = None
+    context: int = 0
+    stored_bytes: int | None = None
+    full_bytes: int | None = None
+    host_bytes: int | None = None
+    peak_bytes: int | None = None
+    evicted: int = 0
+    retrieved: int = 0
+    hits: int = 0
+    token_seconds: float | None = None
+    prefill_seconds: float | None = None
+    details: dict[str, Any] | None = None
+    error: str | None = None
+
+    @property
+    def key(self) -> tuple[str, int, int, str]:
+        """What makes this result one of a kind within a run."""
+        return self.task, self.item, self.seed, self.label
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Result:
+        """Back from `to_dict`; fields that this version does not know are left out."""
+        known = {f.name for f in fields(cls)}
+        values = {name: value for name, value in data.items() if name in known}
+        values["turns"] = tuple(TurnResult(**turn) for turn in data.get("turns", ()))
+        return cls(**values)
