@@ -251,8 +251,9 @@ def test_max_decode_slots(name: str) -> None:
     with foveakv.compress(model, matrix.method(name), trace=True, max_decode_slots=3) as session:
         output = model.generate(**inputs, **{**matrix.GREEDY, "max_new_tokens": 9})
         run = matrix.Run(output.sequences, [], session.cache, session, list(session.trace))
-    with masked(model, run.trace):
-        assert torch.equal(model.generate(**inputs, max_new_tokens=9, do_sample=False), run.tokens)
+    if not run.cache.method.merges:
+        with masked(model, run.trace):
+            assert torch.equal(model.generate(**inputs, max_new_tokens=9, do_sample=False), run.tokens)
     widths = [[positions.shape[-1] for positions in step.values()] for step in run.trace[-3:]]
     assert widths[0] == widths[1] == widths[2]
     matrix.check_storage(run)

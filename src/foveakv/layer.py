@@ -212,7 +212,7 @@ class CompressedLayer(compat.CacheLayerMixin):
         real = prompt.real[:, None]
         keep = real if keep is None else keep & real
         self.segments = Segments.from_dense(
-            keys, values, keep.expand(batch, heads, columns), positions,
+            view.keys, view.values, keep.expand(batch, heads, columns), positions,
             kv_dtype=cache.kv_dtype, exact_window=cache.exact_window, real=prompt.real,
         )  # fmt: skip
         self.prompt_slots = int(cache.full_prompt.lengths.sum()) * heads

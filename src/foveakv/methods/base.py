@@ -134,6 +134,11 @@ class Method:
         return False
 
     @property
+    def merges(self) -> bool:
+        """Whether `prefill` replaces `view.keys` and `view.values`, so that what is stored is not what was computed."""
+        return False
+
+    @property
     def drop_hidden_after(self) -> int | None:
         """Ordinal of the layer after which evicted tokens also leave the residual stream; None = they never do."""
         return None
