@@ -8,10 +8,13 @@ from typing import Annotated
 import typer
 
 from foveakv import __version__
+from foveakv.cli.analyze import analyze
 from foveakv.cli.compare import compare
+from foveakv.cli.eval import evaluation
 from foveakv.cli.generate import generate
 from foveakv.cli.info import doctor, methods, models
 from foveakv.cli.kernels import kernels
+from foveakv.cli.show import show
 
 app = typer.Typer(
     name="foveakv",
@@ -20,8 +23,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate, compare, methods, models, doctor):
+for command in (generate, compare, show, methods, models, doctor):
     app.command()(command)
+app.add_typer(evaluation, name="eval")
+app.add_typer(analyze, name="analyze")
 app.add_typer(kernels, name="kernels")
 
 

@@ -1,0 +1,110 @@
+"""Bootstrap intervals over items: of a mean, of a difference and of a ratio on the same items.
+
+Percentile bootstrap (Efron 1979): items are drawn with replacement as often as there are items, and the interval runs
+between the quantiles of the draws' statistics. For 50 items it covers the truth in 92 to 94 of 100 cases at a level of
+95%; with fewer items it is too narrow.
+
+Where the draws can say nothing, this is the answer:
+    no item             mean, low and high are NaN
+    one item            the mean is its value, low and high are NaN
+    all items equal     low and high are the mean; that is no proof that all further items are the same
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from foveakv.errors import InputError
+
+Floats = NDArray[np.float64]
+K = TypeVar("K", bound=Hashable)
+
+_BLOCK = 1 << 22
+"""Most numbers drawn at a time, which bounds the memory."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate from n items, and where the truth lies with the level asked for. low, high: NaN where unknown."""
+
+    mean: float
+    low: float
+    high: float
+    n: int
+
+    @property
+    def known(self) -> bool:
+        """Whether there are bounds."""
+        return not (math.isnan(self.low) or math.isnan(self.high))
+
+    def excludes(self, value: float) -> bool:
+        """Whether the value lies outside. Without bounds nothing does."""
+        return self.known and not self.low <= value <= self.high
+
+
+def interval(values: Sequence[float] | Floats, level: float = 0.95, draws: int = 2000, seed: int = 0) -> Interval:
+    """Of the mean of values, one per item."""
+    rows = np.asarray(values, dtype=np.float64)[:, None]
+    return _percentile(rows, lambda means: means[..., 0], level, draws, seed)
+
+
+def paired(
+    a: Mapping[K, float], b: Mapping[K, float], level: float = 0.95, draws: int = 2000, seed: int = 0
+) -> Interval:
+    """Of the mean of a - b over the items that both have; `n` says how many these are."""
+    return _percentile(_common(a, b), lambda means: means[..., 0] - means[..., 1], level, draws, seed)
+
+
+def relative(
+    a: Mapping[K, float], b: Mapping[K, float], level: float = 0.95, draws: int = 2000, seed: int = 0
+) -> Interval:
+    """Of mean(a) / mean(b) - 1 over the items that both have: -0.05 says that a is 5% below b.
+
+    NaN where b's mean is 0. The same items are drawn for a and b; draws in which b's mean is 0 are left out.
+    """
+
+    def ratio(means: Floats) -> Floats:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(means[..., 1] == 0, np.nan, means[..., 0] / means[..., 1] - 1)
+
+    return _percentile(_common(a, b), ratio, level, draws, seed)
+
+
+def _common(a: Mapping[K, float], b: Mapping[K, float]) -> Floats:
+    """[n, 2]: the values of the items that both have, in a's order."""
+    return np.array([(a[key], b[key]) for key in a if key in b], dtype=np.float64).reshape(-1, 2)
+
+
+def _percentile(rows: Floats, statistic: Callable[[Floats], Floats], level: float, draws: int, seed: int) -> Interval:
+    """rows: [n, columns], an item each; statistic: means [..., columns] -> [...]."""
+    if not 0 < level < 1 or draws < 1:
+        raise InputError(f"an interval needs a level between 0 and 1 ({level}) and at least one draw ({draws})")
+    n = len(rows)
+    if n == 0:
+        return Interval(math.nan, math.nan, math.nan, 0)
+    estimate = float(statistic(rows.mean(0)))
+    if n == 1 or math.isnan(estimate):
+        return Interval(estimate, math.nan, math.nan, n)
+    if (rows == rows[0]).all():
+        return Interval(estimate, estimate, estimate, n)
+    found = statistic(_means(rows, draws, np.random.default_rng(seed)))
+    found = found[~np.isnan(found)]
+    if not len(found):
+        return Interval(estimate, math.nan, math.nan, n)
+    low, high = np.quantile(found, [(1 - level) / 2, (1 + level) / 2])
+    return Interval(estimate, float(low), float(high), n)
+
+
+def _means(rows: Floats, draws: int, generator: np.random.Generator) -> Floats:
+    """[draws, columns]: the means of `draws` samples of n rows, drawn with replacement."""
+    n, means, block = len(rows), [], max(1, _BLOCK // len(rows))
+    for start in range(0, draws, block):
+        chosen = generator.integers(0, n, (min(block, draws - start), n))
+        means.append(rows[chosen].mean(1))
+    return np.concatenate(means)
