@@ -14,10 +14,11 @@ from PIL import Image, ImageFilter
 SIZE = 112  # pixels, both ways
 SHEET = Path(__file__).parents[1] / "data" / "digits.png"
 SPLITS = {"validation": slice(0, 50), "test": slice(50, 100)}
-NAMES = (
-    "Alice Bob Carol David Emma Frank Grace Henry Ivan Julia Kevin Laura Mary Nancy Oliver Paul Rachel Sarah Tom Victor "
-    "Adam Anna Ben Daniel George Helen Jack James Jane John Lily Mark Martin Max Michael Peter Robert Sam Simon Thomas"
-).split()
+_NAMES = """
+Alice Bob Carol David Emma Frank Grace Henry Ivan Julia Kevin Laura Mary Nancy Oliver Paul Rachel Sarah Tom Victor
+Adam Anna Ben Daniel George Helen Jack James Jane John Lily Mark Martin Max Michael Peter Robert Sam Simon Thomas
+"""
+NAMES = _NAMES.split()
 
 
 @functools.cache

@@ -51,13 +51,14 @@ class Task:
     """A kind of item. `make(rng)` draws pictures and turns; equal seeds give equal items.
 
     title: a line for reports. long: replies run to a hundred tokens and more, so they are also scored by the full
-    cache's log-likelihood.
+    cache's log-likelihood. ranked: methods are ranked by it; a control is only reported.
     """
 
     name: str
     title: str
     make: Callable[[np.random.Generator], tuple[tuple[Image, ...], tuple[Turn, ...]]]
     long: bool = False
+    ranked: bool = True
 
     def item(self, number: int, seed: int = 0) -> Item:
         """The task's item `number` (from 0)."""

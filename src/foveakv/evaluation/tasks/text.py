@@ -23,4 +23,4 @@ def make(rng: np.random.Generator) -> tuple[tuple[Image, ...], tuple[Turn, ...]]
 
 
 def register_all(mark: str) -> None:
-    register(Task(f"text{mark}", f"one of {LINES} written lines, no pictures", make))
+    register(Task(f"text{mark}", f"one of {LINES} written lines, no pictures", make, ranked=False))

@@ -1,0 +1,104 @@
+"""One prompt read once, compressed many times.
+
+Methods act after each layer's dense attention, so what a layer computes for the prompt is the same for all of them
+(unless they take tokens out of the residual stream). A recording keeps every layer's queries, keys and values of one
+plain prefill; `replay` then hands them to a method's cache, layer by layer, as the model would have.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from foveakv import compat
+from foveakv.cache import CompressedCache
+from foveakv.errors import UnsupportedModeError
+from foveakv.methods.base import Method, PrefillView
+from foveakv.prompt import PromptMap
+from foveakv.session import cache_for
+
+
+@dataclass
+class _Record(Method):
+    """Drops nothing and keeps what it saw."""
+
+    name: ClassVar[str] = "recording"
+    seen: list[PrefillView] = field(default_factory=list, repr=False)
+
+    def needs_queries(self, ordinal: int) -> bool:
+        return True
+
+    def prefill(self, view: PrefillView) -> None:
+        self.seen.append(view)
+
+
+@dataclass
+class Recording:
+    """A prompt's prefill: per compressed layer query [1, Hq, C, D], keys, values [1, H, C, D]; logits [vocabulary] of
+    its last token; seconds that it took."""
+
+    model: Any
+    inputs: dict[str, Any]
+    layers: list[tuple[Tensor, Tensor, Tensor, float]]
+    prompt: PromptMap
+    model_state: list[Any]
+    logits: Tensor
+    seconds: float
+
+
+def record(model: Any, inputs: Mapping[str, Any]) -> Recording:
+    """Reads a prompt of one sequence with the plain model.
+
+    Raises:
+        UnsupportedModeError: the model has layers that are not compressed, or a mask that is not plainly causal.
+    """
+    method = _Record()
+    cache = cache_for(model, method)
+    if len(cache.compressed) != len(cache.layers):
+        raise UnsupportedModeError("a prefill can be replayed only where every layer's cache is compressed")
+    began = time.perf_counter()
+    with torch.inference_mode():
+        output = _forward(model, inputs, cache)
+    seconds = time.perf_counter() - began
+    if any(view.visible is not None for view in method.seen):
+        raise UnsupportedModeError("a prefill can be replayed only where its mask is plainly causal, without padding")
+    layers = [(view.query, view.keys, view.values, view.scaling) for view in method.seen]
+    return Recording(model, dict(inputs), layers, cache.full_prompt, cache.model_state, output.logits[0, -1], seconds)
+
+
+def replay(recording: Recording, method: Method, **options: Any) -> CompressedCache:
+    """The cache that the method makes of the recorded prompt. `options` as for `foveakv.cache_for`.
+
+    Its `prefill_seconds` are the method's own work and the copying of what stays, without the model's.
+
+    Raises:
+        UnsupportedModeError: the method takes tokens out of the residual stream, so that later layers would differ.
+    """
+    if method.drop_hidden_after is not None:
+        raise UnsupportedModeError(f"{method.name} with drop_hidden_states changes the prefill; it cannot be replayed")
+    cache = cache_for(recording.model, method, **options)
+    columns = recording.layers[0][1].shape[2]
+    with torch.inference_mode():
+        cache.begin_forward(columns, recording.prompt, None, recording.layers[0][1].element_size(), batch=1)
+        for layer, (query, keys, values, scaling) in zip(cache.compressed, recording.layers, strict=True):
+            handle, _ = layer.update(keys, values)
+            layer.end_prefill(query, handle, None, scaling)
+        cache.end_forward(recording.model_state)
+    return cache
+
+
+def read(model: Any, inputs: Mapping[str, Any], method: Method, **options: Any) -> tuple[CompressedCache, Tensor]:
+    """The same without a recording: the model reads the prompt with the method's cache; also the logits behind it."""
+    cache = cache_for(model, method, **options)
+    with torch.inference_mode():
+        return cache, _forward(model, inputs, cache).logits[0, -1]
+
+
+def _forward(model: Any, inputs: Mapping[str, Any], cache: CompressedCache) -> Any:
+    """One prefill as `generate` does it."""
+    return model(**inputs, **{compat.cache_argument(model): cache}, use_cache=True, logits_to_keep=1)

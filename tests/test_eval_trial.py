@@ -1,0 +1,240 @@
+"""Evaluation of one item: prefills that are read once, replies, agreement with the full cache, grades."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import families
+import matrix
+import numpy as np
+import pytest
+import tiny_folder
+import torch
+
+from foveakv.compare import Candidate, candidates
+from foveakv.errors import InputError, UnsupportedModeError
+from foveakv.evaluation import items
+from foveakv.evaluation.cards import digit_card, glyphs
+from foveakv.evaluation.grading import grade
+from foveakv.evaluation.items import Item, Task, Turn
+from foveakv.evaluation.replay import read, record, replay
+from foveakv.evaluation.results import Result
+from foveakv.evaluation.speaking import Reply, Speaker
+from foveakv.evaluation.trial import Bench, agreement
+from foveakv.methods import Method
+from foveakv.methods.hae import HAE
+from foveakv.models import Loaded
+
+REPLAYED = ["qwen2_5_vl", "llava", "llama"]
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Loaded:
+    return Loaded(families.build("llava", dtype=torch.float64), tiny_folder.processor())
+
+
+@pytest.fixture(scope="module")
+def item() -> Item:
+    turns = (Turn("<image><image> what is it?", ("a", "b"), max_new_tokens=6), Turn("and?", ("c",), max_new_tokens=5))
+    return Item("two", 0, 0, (tiny_folder.picture(1), tiny_folder.picture(2)), turns)
+
+
+@pytest.fixture(autouse=True)
+def two() -> Any:
+    task = Task("two", "two turns", lambda rng: ((), ()), long=True)
+    items.register(task)
+    yield
+    items._TASKS.pop("two")
+
+
+@pytest.mark.parametrize("family", REPLAYED)
+@pytest.mark.parametrize("name", matrix.METHODS)
+def test_replayed_prefill_equals_a_real_one(family: str, name: str) -> None:
+    if family == "llama" and matrix.method(name).visual_only:
+        pytest.skip("a text model has no visual tokens")
+    model = matrix.model(family)
+    inputs = families.prompt(family)
+    speaker = Speaker(model, tiny_folder.tokenizer())
+    recording = record(model, inputs)
+    replayed = replay(recording, matrix.method(name))
+    cache, logits = read(model, inputs, matrix.method(name))
+    assert torch.equal(logits, recording.logits)
+    ours, theirs = speaker.reply(replayed, recording.logits, 5), speaker.reply(cache, logits, 5)
+    assert ours.tokens == theirs.tokens
+    torch.testing.assert_close(ours.logits, theirs.logits, rtol=0, atol=0)
+    for layer in cache.compressed:
+        assert torch.equal(replayed.kept(layer.layer_idx), cache.kept(layer.layer_idx))
+        assert replayed.layers[layer.layer_idx].device_nbytes == layer.device_nbytes
+
+
+@pytest.mark.parametrize("family", REPLAYED)
+def test_replies_are_those_of_generate(family: str) -> None:
+    model = matrix.model(family)
+    inputs = families.prompt(family)
+    recording = record(model, inputs)
+    cache = replay(recording, matrix.method("full"))
+    reply = Speaker(model, tiny_folder.tokenizer()).reply(cache, recording.logits, 6)
+    output = matrix.plain(model, inputs, suppress_tokens=[])  # the tests' models usually suppress special ones
+    assert reply.tokens == output.tokens[0, inputs["input_ids"].shape[1] :].tolist()[: len(reply.tokens)]
+
+
+def test_what_cannot_be_replayed_is_refused() -> None:
+    model = matrix.model("llava")
+    inputs = families.prompt("llava")
+    with pytest.raises(UnsupportedModeError, match="drop_hidden_states"):
+        replay(record(model, inputs), HAE(drop_hidden_states=True))
+    with pytest.raises(UnsupportedModeError, match="every layer"):
+        record(matrix.model("gemma3"), families.prompt("gemma3"))
+
+
+def test_full_agrees_with_itself_and_random_does_not(loaded: Loaded, item: Item) -> None:
+    chosen = candidates(["full", "snapkv", "random"], [0.2], {"snapkv": {"window": 4}})
+    full, snapkv, random = Bench(loaded).run(item, chosen)
+    assert (full.match, full.kl) == (1.0, 0.0)
+    assert full.scored == sum(turn.tokens for turn in full.turns) - 1
+    assert [result.label for result in (full, snapkv, random)] == [candidate.label for candidate in chosen]
+    assert snapkv.error is None
+    assert (snapkv.kl or 0) > 0
+    assert (snapkv.stored_bytes or 0) < (full.stored_bytes or 0)
+    assert snapkv.details is None
+    assert random.budget == 0.2
+    assert Result.from_dict(snapkv.to_dict()) == snapkv
+
+
+def test_replies_after_the_full_ones_are_fed(loaded: Loaded, item: Item) -> None:
+    """The divergence over the full cache's replies equals that of a run forced through them by hand."""
+    bench = Bench(loaded)
+    full, result = bench.run(item, candidates(["full", "snapkv"], [0.2], {"snapkv": {"window": 4}}))
+    speaker, recording = bench.speaker, record(loaded.model, _inputs(loaded, item))
+    expected: list[float] = []
+    caches = [
+        replay(recording, matrix.method("full")),
+        replay(recording, candidates(["snapkv"], [0.2], {"snapkv": {"window": 4}})[0].method),
+    ]
+    logits = [recording.logits.double()] * 2
+    for number, turn in enumerate(item.turns):
+        last = 0
+        for step in range(full.turns[number].tokens):
+            if number or step:
+                expected.append(_divergence(*logits))
+            last = int(logits[0].argmax())
+            if step + 1 < full.turns[number].tokens:
+                logits = [speaker.feed(cache, [last])[-1].double() for cache in caches]
+        if number + 1 < len(item.turns):
+            more = speaker.follow_up(item.turns[number + 1].text, last)
+            logits = [speaker.feed(cache, more)[-1].double() for cache in caches]
+        assert turn.max_new_tokens >= full.turns[number].tokens
+    assert result.kl == pytest.approx(sum(expected) / len(expected), rel=1e-6)
+    assert result.scored == len(expected)
+
+
+def _inputs(loaded: Loaded, item: Item) -> dict[str, Any]:
+    from foveakv.inputs import build_inputs
+
+    return build_inputs(loaded.processor, item.turns[0].text, item.images, model=loaded.model)
+
+
+def _divergence(full: torch.Tensor, method: torch.Tensor) -> float:
+    p = full.softmax(-1)
+    return float((p * (full.log_softmax(-1) - method.log_softmax(-1))).sum())
+
+
+def test_likelihood_of_a_reply_is_the_full_caches(loaded: Loaded, item: Item) -> None:
+    bench = Bench(loaded)
+    full, result = bench.run(item, candidates(["full", "random"], [0.2]))
+    cache, logits = read(loaded.model, _inputs(loaded, item), matrix.method("full"))
+    reply = bench.speaker.reply(cache, logits, 6)
+    chosen = torch.tensor(reply.tokens)[:, None]
+    assert full.log_likelihood == pytest.approx(float(reply.logits.log_softmax(-1).gather(-1, chosen).mean()), rel=1e-6)
+    assert result.log_likelihood is not None
+    assert result.log_likelihood <= 0
+
+
+@dataclass
+class Fails(Method):
+    """Raises something that is not one of the project's errors."""
+
+    name: ClassVar[str] = "fails"
+
+    def prefill(self, view: Any) -> None:
+        raise ZeroDivisionError("a bug")
+
+
+def test_an_error_of_one_method_stops_no_other(loaded: Loaded, item: Item) -> None:
+    first, second = Bench(loaded).run(item, [Candidate("fails", Fails()), *candidates(["full"])])
+    assert first.error == "ZeroDivisionError: a bug"
+    assert first.score is None
+    assert second.error is None
+
+
+def test_an_item_that_cannot_be_read_fails_for_every_method(loaded: Loaded, item: Item) -> None:
+    broken = Item("two", 1, 0, item.images[:1], item.turns)
+    results = list(Bench(loaded).run(broken, candidates(["full", "random"], [0.2])))
+    assert [result.error is not None and "2 <image> marks" in result.error for result in results] == [True, True]
+
+
+def test_chat_templates_carry_later_turns() -> None:
+    speaker = Speaker(families.build("llava"), tiny_folder.processor(chat=True))
+    text = speaker.tokenizer.decode(speaker.follow_up("and?", families.EOS))
+    assert text.startswith("</s>")
+    assert text.endswith("user: and?\nassistant: ")
+    cut = speaker.follow_up("and?", families.TEXT_IDS[5])
+    assert cut[:2] == [families.TEXT_IDS[5], families.EOS]
+
+
+def test_agreement_by_hand() -> None:
+    uniform = torch.zeros(1, 2)
+    sure = torch.tensor([[math.log(3.0), 0.0]])  # 3/4, 1/4
+    full = [Reply([0, 0, 0], torch.cat([uniform, sure, sure]))]
+    ours = [Reply([0, 0, 0], torch.cat([sure, sure, -sure]))]
+    match, kl, scored = agreement(full, ours)
+    assert (match, scored) == (0.5, 2)
+    assert kl == pytest.approx((0 + 0.75 * math.log(3) + 0.25 * math.log(1 / 3)) / 2)
+    assert agreement([Reply([0], uniform)], [Reply([0], sure)]) == (1.0, None, 0)
+
+
+def test_grades_by_hand() -> None:
+    told = Turn("?", ("Ann's card: 3", "Bob's card: 4"))
+    assert grade(told, "Bob's card: 4; Ann's card: 3") == 1.0
+    assert grade(told, "Ann's card: 3; Bob's card: 5\nBob's card: 4") == 0.5
+    assert grade(told, "") == 0.0
+    listed = Turn("?", ("1", "2", "2", "4"), ", ", ordered=True)
+    assert grade(listed, "1, 2, 4, 4") == 0.75
+    assert grade(listed, "2, 2, 4") == 0.25
+    twice = Turn("?", ("1", "1"), ", ")
+    assert grade(twice, "1, 2") == 0.5
+
+
+def test_items_are_made_again_by_number_and_seed() -> None:
+    for name in items.available():
+        if name == "two":
+            continue
+        task = items.find(name)
+        one, again, other, seeded = task.item(3), task.item(3), task.item(4), task.item(3, seed=1)
+        assert one.turns == again.turns
+        assert all(np.array_equal(a, b) for a, b in zip(one.images, again.images, strict=True))
+        assert one.turns != other.turns
+        assert one.turns != seeded.turns
+        assert one.turns[0].text.count("<image>") == len(one.images)
+        assert all(grade(turn, turn.answer) == 1.0 for turn in one.turns)
+
+
+def test_names_of_tasks_and_suites() -> None:
+    assert set(items.suite("offline")) <= set(items.available())
+    assert set(items.suite("validation")) <= set(items.available())
+    with pytest.raises(InputError, match="no task 'chess'"):
+        items.find("chess")
+    with pytest.raises(InputError, match="no suite"):
+        items.suite("online")
+
+
+def test_handwriting_of_the_splits_differs() -> None:
+    test, validation = glyphs("test"), glyphs("validation")
+    assert test.shape == validation.shape == (10, 50, 20, 20)
+    seen = {glyph.tobytes() for glyph in validation.reshape(-1, 400)}
+    assert not any(glyph.tobytes() in seen for glyph in test.reshape(-1, 400))
+    card = digit_card(np.random.default_rng(0), 7)
+    assert card.size == (112, 112)
+    assert np.asarray(card).std() > 5
