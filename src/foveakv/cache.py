@@ -18,13 +18,20 @@ from torch import Tensor
 
 from foveakv import compat
 from foveakv.budget import Geometry
-from foveakv.errors import CacheInUseError, MethodError, NoVisualTokensError, UnsupportedModeError
+from foveakv.errors import (
+    CacheInUseError,
+    MethodError,
+    NoVisualTokensError,
+    UnsupportedModeError,
+    UnsupportedModelError,
+)
 from foveakv.kernels import BACKENDS
 from foveakv.layer import CompressedLayer, select_tensors
 from foveakv.memory import codes
 from foveakv.methods import checks
 from foveakv.methods.base import Method
 from foveakv.prompt import PromptMap
+from foveakv.static import Clock, StaticLayer, check_static, fix_slots, room_of
 
 
 class CompressedCache(compat.Cache):
@@ -44,16 +51,23 @@ class CompressedCache(compat.Cache):
         max_decode_slots: int | None = None,
         kv_dtype: str | None = None,
         exact_window: int = 32,
+        static: int | bool | None = None,
     ) -> None:
-        check_options(method, backend, max_decode_slots, kv_dtype, exact_window)
+        check_options(method, backend, max_decode_slots, kv_dtype, exact_window, static, trace)
+        self.static = room_of(static)
         layers: list[Any] = []
         ordinal = 0
         for layer_idx, layer in enumerate(compat.plain_layers(config)):
             if type(layer) is compat.DynamicLayer:
-                layers.append(CompressedLayer(self, layer_idx, ordinal))
+                layers.append((CompressedLayer if self.static is None else StaticLayer)(self, layer_idx, ordinal))
                 ordinal += 1
-            else:
+            elif self.static is None:
                 layers.append(layer)
+            else:
+                raise UnsupportedModelError(
+                    f"static= needs plain attention in every layer, and layer {layer_idx} of this model has a "
+                    f"{type(layer).__name__}; leave static out"
+                )
         super().__init__(layers=layers)
         self.config = config
         self.method = method
@@ -71,6 +85,7 @@ class CompressedCache(compat.Cache):
         self.state: dict[Any, Any] = {}  # the method's, for the whole cache
         self.prompt: PromptMap | None = None
         self.geometry: Geometry | None = None
+        self.clock: Clock | None = None  # with fixed slots, once the prompt is complete
         self.dropped: tuple[Tensor, Tensor] | None = None  # columns that stay in the residual stream: index, valid
         self.trace: list[dict[int, Tensor]] | None = [] if self.trace_wanted else None
         self.model_state: list[Any] = []  # M-RoPE offsets that some models keep on themselves between calls
@@ -108,7 +123,10 @@ class CompressedCache(compat.Cache):
             if remove := compat.tokens_to_remove(tokens_to_remove, layer.seen):
                 layer.check_crop(remove)
         self.note_peak()
+        before = self.seen
         super().crop(tokens_to_remove)
+        if self.clock is not None:
+            self.clock.end(self.seen - before)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Beam search: sequence b continues what `beam_idx[b]` has; every side tensor follows."""
@@ -128,6 +146,8 @@ class CompressedCache(compat.Cache):
     def _select(self, index: Tensor) -> None:
         if self.prompt is not None:
             self.prompt = self.prompt.select(index.to(self.prompt.kinds.device))
+        if self.clock is not None:
+            self.clock.select_sequences(len(index))
         select_tensors(self.state, index)
 
     def kept(self, layer: int) -> Tensor:
@@ -189,13 +209,19 @@ class CompressedCache(compat.Cache):
     # ---- called around every forward pass of the model
 
     def begin_forward(
-        self, new: int, prompt: PromptMap | None, total: int | None, itemsize: int, batch: int | None = None
+        self,
+        new: int,
+        prompt: PromptMap | None,
+        total: int | None,
+        itemsize: int,
+        batch: int | None = None,
+        mask: Tensor | None = None,
     ) -> None:
         """Before a forward pass over `new` tokens.
 
         `prompt` describes them and is needed until the cache is `prefilled`; `total` is the length of a prefill that
         comes in chunks or together with drafted tokens, None for one that comes whole and alone; `itemsize` is the
-        bytes of one key element.
+        bytes of one key element; `mask` [B, >= new] is 0 at padding and read with fixed slots only.
         """
         if self.forward_tokens is not None:
             raise CacheInUseError(
@@ -204,6 +230,8 @@ class CompressedCache(compat.Cache):
         segments = self.compressed[0].segments
         if segments is not None and batch is not None and batch != segments.batch:
             raise CacheInUseError(f"this cache holds {segments.batch} sequences and got {batch}")
+        if self.clock is not None:
+            self.clock.check_room(new)
         self._prefilling = not self.prefilled
         if prompt is not None and self._prefilling:
             self.last_chunk = total is None or self.seen + new >= total
@@ -217,6 +245,8 @@ class CompressedCache(compat.Cache):
                 raise
         if self.trace is not None:
             self.trace.append({})
+        if self.clock is not None:
+            self.clock.begin(new, mask)
         self.forward_tokens = new
         self._started = time.perf_counter()
 
@@ -245,6 +275,10 @@ class CompressedCache(compat.Cache):
             self.prefill_seconds += seconds
         else:
             self.steps.append((self.forward_tokens or 0, seconds))
+            if self.clock is not None:
+                self.clock.end(self.forward_tokens or 0)
+                for layer in self.compressed:
+                    layer.seen += self.forward_tokens or 0
         self.model_state = model_state
         self.forward_tokens = None
 
@@ -268,6 +302,8 @@ class CompressedCache(compat.Cache):
                 done.counts.add(evicted=done.prompt_slots - done.stored_slots - offloaded)
                 done.store_drafts()
             self.note_peak()
+            if self.static is not None:
+                self.clock = fix_slots(self)
 
     def columns(self, ordinal: int) -> tuple[PromptMap, Tensor]:
         """The prompt as this layer sees it: [B, C] map and logical positions."""
@@ -299,6 +335,8 @@ def check_options(
     max_decode_slots: int | None = None,
     kv_dtype: str | None = None,
     exact_window: int = 32,
+    static: int | bool | None = None,
+    trace: bool = False,
 ) -> None:
     """Raises `MethodError` for options of a cache that mean nothing, alone or with this method."""
     codes.check_options(kv_dtype, exact_window)
@@ -308,6 +346,7 @@ def check_options(
         checks.whole_number(method.name, "max_decode_slots", max_decode_slots, 1, "decoded tokens that stay per head")
     if max_decode_slots is not None and method.evicts_while_decoding:
         raise MethodError(f"{method.name} bounds what it stores by its budget; leave max_decode_slots out")
+    check_static(method, static, backend, trace, max_decode_slots, kv_dtype)
 
 
 def layer_nbytes(layer: Any) -> int:

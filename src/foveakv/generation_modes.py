@@ -73,6 +73,19 @@ def check_generate(model: Any, method: Method, kwargs: dict[str, Any]) -> None:
         )
 
 
+def check_fixed(model: Any, method: Method, kwargs: dict[str, Any], room: int) -> None:
+    """Raises `UnsupportedModeError` for calls that do not go with fixed slots (`static=room`)."""
+    if _assisted(model, kwargs):
+        raise UnsupportedModeError(
+            f"{method.name}: with static= a step takes one token; leave static out, or generate without an assistant"
+        )
+    wanted = _setting(model, kwargs, "max_new_tokens")
+    if wanted is not None and wanted - 1 > room:  # the last token is not fed back
+        raise UnsupportedModeError(
+            f"{method.name}: max_new_tokens={wanted} does not fit static={room}; use static={wanted - 1} or more"
+        )
+
+
 def prefill_total(model: Any, kwargs: dict[str, Any]) -> int | None:
     """Length of a prompt that comes in chunks, or with drafted tokens behind it; None when it comes whole and alone."""
     if not (_setting(model, kwargs, "prefill_chunk_size") or _assisted(model, kwargs)):

@@ -2,7 +2,9 @@
 
 What is changed on a model while it is attached, all of it on the object and all of it taken back: the attention
 implementation of its text decoder, two forward hooks, and an instance attribute `generate` that wraps the class's
-(it checks the generation mode, and keeps apart the M-RoPE state that some models store on themselves).
+(it checks the generation mode, and keeps apart the M-RoPE state that some models store on themselves). With `static=`
+also `forward` and `get_compiled_call`: the hooks, which check and count on the host, run as ever, and only what is
+inside them is compiled.
 """
 
 from __future__ import annotations
@@ -22,10 +24,11 @@ from torch import Tensor, nn
 from foveakv import attention, compat, families, hidden
 from foveakv.cache import CompressedCache, check_options
 from foveakv.errors import CacheInUseError, MethodError, UnsupportedModeError, UnsupportedModelError
-from foveakv.generation_modes import call_arguments, check_generate, prefill_total
+from foveakv.generation_modes import call_arguments, check_fixed, check_generate, prefill_total
 from foveakv.masks import LazyMask
 from foveakv.methods import Method
 from foveakv.prompt import PromptMap
+from foveakv.static import compile_settings, padding_mask, room_of
 
 if TYPE_CHECKING:
     from foveakv.report import Report
@@ -48,6 +51,8 @@ class Attachment:
         self._local = threading.local()
         self._base = ""  # the attention implementation to go back to
         self._own_generate: Any = None  # an instance attribute that was there before ours
+        self._own_steps: dict[str, Any] | None = None  # the same for `forward` and `get_compiled_call`; None: not ours
+        self._compiled: list[tuple[Any, Any]] = []  # compile settings and what they gave
         self._handles: list[Any] = []
         self._hidden_handles: list[Any] = []
         # M-RoPE models keep the offset between token index and position on a module, not in the cache.
@@ -80,7 +85,61 @@ class Attachment:
         model, decoder = self.model(), self.decoder()
         if model is not None and decoder is not None and not self._hidden_handles:
             hidden.check_supported(model)
-            self._hidden_handles = hidden.install(decoder.layers, lambda: getattr(self._local, "cache", None))
+            self._hidden_handles = hidden.install(decoder.layers, self._shortening)
+
+    def _shortening(self) -> CompressedCache | None:
+        """The cache whose forward pass is running in this thread; a compiled step is never a prefill."""
+        return None if torch.compiler.is_compiling() else getattr(self._local, "cache", None)
+
+    def use_compiled_steps(self) -> None:
+        """Lets `get_compiled_call` (what `generate` asks for) compile the steps of caches with fixed slots."""
+        model = self.model()
+        if model is None or self._own_steps is not None:
+            return
+        self._own_steps = {name: vars(model).get(name) for name in ("forward", "get_compiled_call")}
+        reference, own, own_compiled = self.model, *self._own_steps.values()
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            model: Any = reference()
+            run = getattr(self._local, "compiled", None)
+            if run is None and own is not None:
+                return own(*args, **kwargs)
+            return (run or type(model).forward)(model, *args, **kwargs)
+
+        forward.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
+
+        def get_compiled_call(compile_config: Any = None) -> Any:
+            def step(*args: Any, **kwargs: Any) -> Any:
+                model = reference()
+                if model is None:
+                    raise CacheInUseError("the model is gone")
+                cache = next((kwargs[name] for name in compat.CACHE_NAMES if kwargs.get(name) is not None), None)
+                if not isinstance(cache, CompressedCache) or cache.static is None:
+                    theirs = own_compiled or functools.partial(type(model).get_compiled_call, model)
+                    return theirs(compile_config)(*args, **kwargs)
+                ids = kwargs.get("input_ids")
+                if cache.prefilled and ids is not None and ids.shape[1] == 1:
+                    self._local.compiled = self._compile(model, own, compile_config)
+                try:
+                    return model(*args, **kwargs)
+                finally:
+                    self._local.compiled = None
+
+            return step
+
+        model.forward = forward
+        model.get_compiled_call = get_compiled_call
+
+    def _compile(self, model: Any, own: Any, compile_config: Any) -> Any:
+        """The model's forward, compiled: f(model, ...). torch keeps what it compiled for longer than this object."""
+        settings = compile_settings(model, compile_config)
+        for known, compiled in self._compiled:
+            if known == settings:
+                return compiled
+        target = type(model).forward if own is None else lambda model, *args, **kwargs: own(*args, **kwargs)
+        compiled = torch.compile(target, **settings.to_dict())
+        self._compiled.append((settings, compiled))
+        return compiled
 
     @contextmanager
     def prefill_of(self, total: int | None) -> Iterator[None]:
@@ -114,9 +173,11 @@ class Attachment:
         self._local = threading.local()
         if model is None:
             return
-        vars(model).pop("generate", None)
-        if self._own_generate is not None:
-            model.generate = self._own_generate
+        for name, own in {"generate": self._own_generate, **(self._own_steps or {})}.items():
+            vars(model).pop(name, None)
+            if own is not None:
+                setattr(model, name, own)
+        self._own_steps, self._compiled = None, []
         compat.set_text_attention(model, self._base)
         self._set_model_state(self._original_state)
         _attachments.pop(model, None)
@@ -150,6 +211,11 @@ class Attachment:
                 user.replace(cache, named, inside=False)  # says what to do instead
             method = user.method
             check_generate(model, method, named)
+            if user.static is not None:
+                check_fixed(model, method, named, user.static)
+                if cache is None and isinstance(user, Session):
+                    # Before the prefill, because that is when `generate` decides whether to compile.
+                    cache = kwargs[self.cache_name] = user.replace(None, named, inside=True)
             # Position ids are built before the first forward pass, from the offsets of whatever ran last.
             self._set_model_state(cache.model_state or None if isinstance(cache, CompressedCache) else None)
             local = self._local
@@ -192,7 +258,14 @@ class Attachment:
         if kwargs.get("output_attentions"):
             raise UnsupportedModeError("output_attentions=True: stored slots are attended to without forming weights")
         kwargs[self.cache_name] = cache
+        if cache.static is not None and kwargs.get("attention_mask") is not None:
+            kwargs["attention_mask"] = padding_mask(kwargs["attention_mask"])
+        compiled = getattr(self._local, "compiled", None) is not None
+        if compiled and kwargs.get("position_ids") is None:
+            raise UnsupportedModeError("a compiled step needs position_ids; `generate` passes them, pass yours too")
         self._begin(model, cache, kwargs)
+        if compiled:
+            kwargs["attention_mask"] = None  # it grows with every token; what it says is in the slots
         return (), kwargs
 
     def _begin(self, model: Any, cache: CompressedCache, kwargs: dict[str, Any]) -> None:
@@ -215,7 +288,8 @@ class Attachment:
                 _last(kwargs.get("mm_token_type_ids"), new, total),
                 _last(kwargs.get("token_type_ids"), new),
             )
-        cache.begin_forward(new, prompt, total, model.dtype.itemsize, batch=len(ids))
+        mask = kwargs.get("attention_mask") if cache.static is not None else None
+        cache.begin_forward(new, prompt, total, model.dtype.itemsize, batch=len(ids), mask=mask)
         local.cache = cache
 
     def _after(self, model: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -273,6 +347,7 @@ def cache_for(
     max_decode_slots: int | None = None,
     kv_dtype: str | None = None,
     exact_window: int = 32,
+    static: int | bool | None = None,
 ) -> CompressedCache:
     """A compressed cache to pass as `past_key_values` (`cache` since transformers 5.24), for code that keeps its own.
 
@@ -286,7 +361,7 @@ def cache_for(
     attached = _attachment(model)
     cache = _new_cache(
         model, method, backend=backend, trace=trace, max_decode_slots=max_decode_slots,
-        kv_dtype=kv_dtype, exact_window=exact_window,
+        kv_dtype=kv_dtype, exact_window=exact_window, static=static,
     )  # fmt: skip
     if method.drop_hidden_after is not None:
         hidden.check_supported(model)
@@ -299,6 +374,8 @@ def cache_for(
     hold(cache)
     if method.drop_hidden_after is not None:
         attached.use_hidden_hooks()
+    if cache.static is not None:
+        attached.use_compiled_steps()
     return cache
 
 
@@ -311,6 +388,7 @@ def compress(
     max_decode_slots: int | None = None,
     kv_dtype: str | None = None,
     exact_window: int = 32,
+    static: int | bool | None = None,
 ) -> Session:
     """Compresses every cache that `model` makes inside the `with` block.
 
@@ -324,6 +402,9 @@ def compress(
         kv_dtype: "int8" or "int4" stores slots as codes, in about a quarter or an eighth of float32's bytes (see
             docs/quantization.md); None as the model computes them.
         exact_window: with a kv_dtype, the newest tokens per head of which exact copies are kept and used.
+        static: for methods that act at the prompt only, room for so many tokens behind it (True: 256), so that slots
+            keep their places and `generate` compiles the decode step on CUDA (see docs/static.md). Memory for them is
+            taken at once; a token that does not fit raises `UnsupportedModeError`. None lets slots grow.
 
     Raises:
         MethodError: an option that means nothing, or nothing with this method or model.
@@ -332,7 +413,7 @@ def compress(
     """
     return Session(
         model, method, backend=backend, trace=trace, max_decode_slots=max_decode_slots,
-        kv_dtype=kv_dtype, exact_window=exact_window,
+        kv_dtype=kv_dtype, exact_window=exact_window, static=static,
     )  # fmt: skip
 
 
@@ -348,8 +429,9 @@ class Session:
         _check_method(method)
         self.model = model
         self.method = method
-        check_options(method, **{name: value for name, value in options.items() if name != "trace"})
+        check_options(method, **options)
         self._options = options
+        self.static = room_of(options.get("static"))  # tokens that fit behind a prompt; None = slots grow
         self._cache: CompressedCache | None = None
         self._attached: Attachment | None = None
         self.thread = 0  # the thread that opened it
@@ -366,6 +448,8 @@ class Session:
         attached.acquire()
         if self.method.drop_hidden_after is not None:
             attached.use_hidden_hooks()
+        if self.static is not None:
+            attached.use_compiled_steps()
         self.thread = threading.get_ident()
         attached.sessions.append(self)
         self._attached = attached
