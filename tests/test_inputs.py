@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from foveakv.errors import InputError
-from foveakv.inputs import build_inputs, image_marks, read_image
+from foveakv.inputs import _split, build_inputs, read_image
 
 IMAGE_TOKENS = 16
 
@@ -89,14 +89,11 @@ def test_marks_and_pictures_must_agree(plain: Any, prompt: str, given: int, mess
         build_inputs(plain, prompt, [tiny_folder.picture(i) for i in range(given)])
 
 
-def test_marks_are_counted_under_both_names(plain: Any) -> None:
-    plain_token = "<pic>"
-
+def test_marks_go_by_the_models_own_name_too() -> None:
     class Renamed:
-        image_token = plain_token
+        image_token = "<pic>"
 
-    assert image_marks(Renamed(), "a <image> b <pic> c") == 2
-    assert image_marks(plain.tokenizer, "a <image> b") == 1
+    assert _split(Renamed(), "a <image> b <pic> c", 2) == ["a ", " b ", " c"]
 
 
 def test_an_empty_prompt(plain: Any) -> None:

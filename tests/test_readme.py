@@ -18,7 +18,7 @@ from foveakv import methods
 from foveakv.cli import app
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", "docs/cli.md", "docs/adding-a-method.md", "docs/supported-models.md"]
+PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
 
 
 def blocks(page: str, language: str) -> list[str]:

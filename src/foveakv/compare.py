@@ -160,6 +160,7 @@ def compare(
     progress: Callable[[str, int, int], None] | None = None,
     backend: str = "auto",
     kv_dtype: str | None = None,
+    exact_window: int = 32,
 ) -> Comparison:
     """Runs one prompt with transformers' own cache and then with every method, greedily.
 
@@ -173,7 +174,7 @@ def compare(
         decode: ids -> text, for the answers.
         progress: called with (label, runs done, runs in all) before every run.
         backend: decode kernel, see `foveakv.compress`.
-        kv_dtype: how all methods store their slots, see `foveakv.compress`.
+        kv_dtype, exact_window: how all methods store their slots, see `foveakv.compress`.
 
     A method that fails with one of FoveaKV's errors gets a row with that error; the others run on.
     """
@@ -186,7 +187,8 @@ def compare(
     limits = {"max_new_tokens": max_new_tokens, "do_sample": False, "num_beams": 1}
     if ignore_eos:
         limits["min_new_tokens"] = max_new_tokens
-    run = _Runner(model, inputs, limits, decode or (lambda tokens: ""), {"backend": backend, "kv_dtype": kv_dtype})
+    options = {"backend": backend, "kv_dtype": kv_dtype, "exact_window": exact_window}
+    run = _Runner(model, inputs, limits, decode or (lambda tokens: ""), options)
     report = progress or (lambda label, done, total: None)
     total = repeats * (len(chosen) + 1)
     report("warm-up", 0, total)

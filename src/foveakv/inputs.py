@@ -78,11 +78,6 @@ def build_inputs(
     return inputs if model is None else _move(inputs, model)
 
 
-def image_marks(processor: Any, prompt: str) -> int:
-    """How many places for pictures a prompt has."""
-    return len(_cut(processor, prompt)) - 1
-
-
 def _own_token(processor: Any) -> str | None:
     token = getattr(processor, "image_token", None)
     return str(token) if token is not None else None

@@ -17,7 +17,6 @@ from torch import Tensor
 from .errors import InputError
 
 TEXT, IMAGE, VIDEO, AUDIO, PAD = 0, 1, 2, 3, -1
-KIND_NAMES = {TEXT: "text", IMAGE: "image", VIDEO: "video", AUDIO: "audio", PAD: "pad"}
 
 # Gemma3's processor calls its modality ids `token_type_ids`. PaliGemma's tensor of that name means prefix / suffix.
 _TOKEN_TYPES_ARE_MODALITIES = ("gemma3", "shieldgemma2", "t5gemma2")

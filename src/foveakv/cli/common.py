@@ -37,6 +37,10 @@ KVDtypeOption = Annotated[
     str | None,
     typer.Option("--kv-dtype", help="int8 or int4: store slots as codes of 8 or 4 bits (default: as they are)."),
 ]
+ExactWindowOption = Annotated[
+    int,
+    typer.Option("--exact-window", min=0, help="With --kv-dtype: so many of the newest slots per head stay exact."),
+]
 TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with the model. Off unless you say so.")
 ]

@@ -15,6 +15,7 @@ from foveakv.cli.common import (
     DebugOption,
     DeviceOption,
     DtypeOption,
+    ExactWindowOption,
     ImagesOption,
     KVDtypeOption,
     ModelOption,
@@ -66,6 +67,7 @@ def compare(
         list[str] | None, typer.Option("--set", help="A setting as method.key=value; repeat it for more.")
     ] = None,
     kv_dtype: KVDtypeOption = None,
+    exact_window: ExactWindowOption = 32,
     max_new_tokens: TokensOption = 32,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of every method; times are medians.")] = 1,
     ignore_eos: Annotated[
@@ -99,7 +101,7 @@ def compare(
         raise InputError("--sample is a prompt of the embedded model: leave --image out, and --model too (or say demo)")
     if kept_png is not None and not (image or sample):
         raise InputError("--kept-png needs pictures: give --image or --sample")
-    check_options(kv_dtype)
+    check_options(kv_dtype, exact_window)
     chosen = _candidates(_names(methods, "methods"), _names(budgets, "budgets"), set_ or [])
     if sample is not None:
         task = _Task.of_sample(sample, sample_kind, ask_all)
@@ -112,7 +114,7 @@ def compare(
     with common.messages().status("warming up") as status:
         result = run(
             loaded.model, inputs, chosen, max_new_tokens=max_new_tokens, repeats=repeats, ignore_eos=ignore_eos,
-            kv_dtype=kv_dtype,
+            kv_dtype=kv_dtype, exact_window=exact_window,
             decode=lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
             progress=lambda label, done, total: status.update(f"{escape(label)} ({done} of {total})"),
         )  # fmt: skip

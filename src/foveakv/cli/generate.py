@@ -13,6 +13,7 @@ from foveakv.cli.common import (
     DebugOption,
     DeviceOption,
     DtypeOption,
+    ExactWindowOption,
     ImagesOption,
     KVDtypeOption,
     ModelOption,
@@ -40,6 +41,7 @@ def generate(
         list[str] | None, typer.Option("--set", help="A setting of the method as key=value; repeat it for more.")
     ] = None,
     kv_dtype: KVDtypeOption = None,
+    exact_window: ExactWindowOption = 32,
     max_new_tokens: TokensOption = 256,
     json: Annotated[
         Path | None, typer.Option("--json", help="Write the answer, the report and the versions here.")
@@ -63,13 +65,13 @@ def generate(
     # Everything that can be wrong with the command line is found before the model is loaded.
     common.check_output_files(json)
     chosen = build_method(method, budget, set_ or [])
-    check_options(chosen, kv_dtype=kv_dtype)
+    check_options(chosen, kv_dtype=kv_dtype, exact_window=exact_window)
     pictures = read_images(image or [])
     loaded = common.load_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     inputs = build_inputs(loaded.processor, prompt, pictures, model=loaded.model)
     tokenizer = getattr(loaded.processor, "tokenizer", loaded.processor)
     started = time.perf_counter()
-    with compress(loaded.model, chosen, kv_dtype=kv_dtype) as session:
+    with compress(loaded.model, chosen, kv_dtype=kv_dtype, exact_window=exact_window) as session:
         with PrefillBar(loaded.model):
             sequences = loaded.model.generate(
                 **inputs, max_new_tokens=max_new_tokens, do_sample=False, streamer=EchoStreamer(tokenizer)
