@@ -413,6 +413,8 @@ def long_prompt(columns: int) -> dict[str, Tensor]:
 def check_no_square(name: str, columns: int, **options: Any) -> None:
     model, inputs = families.build("llava", num_hidden_layers=2), long_prompt(columns)
     assert abs(inputs["input_ids"].shape[1] - columns) < 64
+    if name == "sparsemm":
+        options["head_scores"] = matrix.HEAD_SCORES[:2]
     with foveakv.compress(model, matrix.method(name, **options)) as session, watched() as watch:
         model.generate(**inputs, max_new_tokens=2, do_sample=False)
     assert watch.largest < columns * columns // 4, (

@@ -22,6 +22,10 @@ _HOME = {
     "H2O": "foveakv.methods.h2o",
     "SnapKV": "foveakv.methods.snapkv",
     "AdaKV": "foveakv.methods.adakv",
+    "PyramidKV": "foveakv.methods.pyramidkv",
+    "SparseMM": "foveakv.methods.sparsemm",
+    "MixKV": "foveakv.methods.mixkv",
+    "Quest": "foveakv.methods.quest",
     "FastV": "foveakv.methods.fastv",
     "HAE": "foveakv.methods.hae",
     "HybridKV": "foveakv.methods.hybridkv",
@@ -37,10 +41,14 @@ __all__ = [
     "Full",
     "HybridKV",
     "Method",
+    "MixKV",
+    "PyramidKV",
+    "Quest",
     "Random",
     "Report",
     "Session",
     "SnapKV",
+    "SparseMM",
     "Streaming",
     "__version__",
     "cache_for",
@@ -58,8 +66,12 @@ if TYPE_CHECKING:
     from foveakv.methods.h2o import H2O
     from foveakv.methods.hae import HAE
     from foveakv.methods.hybridkv import HybridKV
+    from foveakv.methods.mixkv import MixKV
+    from foveakv.methods.pyramidkv import PyramidKV
+    from foveakv.methods.quest import Quest
     from foveakv.methods.random import Random
     from foveakv.methods.snapkv import SnapKV
+    from foveakv.methods.sparsemm import SparseMM
     from foveakv.methods.streaming import Streaming
     from foveakv.models import load
     from foveakv.report import Report

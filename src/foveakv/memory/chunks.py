@@ -19,7 +19,7 @@ from torch import Tensor
 
 from foveakv.columns import real_first
 from foveakv.memory.chunk_files import ChunkWriter, Place, Staging
-from foveakv.memory.digests import DigestDtype, Digests
+from foveakv.memory.digests import DigestDtype, Digests, Summary, summarised, widened_query
 from foveakv.memory.pages import Pages
 from foveakv.memory.segments import Segments
 
@@ -46,6 +46,7 @@ class ChunkStore:
         place: Place = "host",
         directory: str | Path | None = None,
         digest_dtype: DigestDtype = "model",
+        summary: Summary = "mean",
     ) -> None:
         """Copies the complete chunks of some heads.
 
@@ -57,10 +58,12 @@ class ChunkStore:
             place: where keys and values lie: "host" (pinned when the keys are on CUDA), "device", or "disk" (a file in
                 `directory` that has no name, so that it goes with the process whatever happens).
             digest_dtype: how digests are stored, see `foveakv.memory.digests`.
+            summary: what a digest is, the "mean" of a chunk's keys or the "bounds" of their channels.
         StoreError: the file cannot be written.
         """
         self.chunk = chunk
         self.place = place
+        self.summary: Summary = summary
         self.device = keys.device
         self.in_place = False
         self.batch, self.kv_heads = keys.shape[:2]
@@ -68,8 +71,8 @@ class ChunkStore:
         count = (real.sum(-1) // chunk).cpu()[sequence]  # [S]
         order = real_first(real.to(self.device))
         stored = list(zip(sequence.tolist(), head.tolist(), count.tolist(), strict=True))
-        means = self._write_chunks(keys, values, order, stored, directory)
-        self._digests = Digests(means, count, digest_dtype, keys.dtype)
+        exact = self._write_chunks(keys, values, order, stored, directory)
+        self._digests = Digests(exact, count, digest_dtype, keys.dtype)
         with torch.inference_mode(False):  # later steps may run outside of inference_mode and write here
             longest = int(count.max()) if len(count) else 0
             columns = order[:, : longest * chunk]
@@ -99,11 +102,12 @@ class ChunkStore:
         stored: list[tuple[int, int, int]],
         directory: str | Path | None,
     ) -> Tensor:
-        """Fills self._keys [N, T * D] and self._values [N, T * Dv]; returns exact digests [S, D, P]."""
+        """Fills self._keys [N, T * D] and self._values [N, T * Dv]; returns exact digests [S, D or 2 D, P]."""
         chunk, total = self.chunk, sum(count for _, _, count in stored)
         longest = max((count for _, _, count in stored), default=0)
         exact = torch.float64 if keys.dtype == torch.float64 else torch.float32
-        means = keys.new_zeros(len(stored), keys.shape[-1], longest, dtype=exact)
+        length = keys.shape[-1] * (1 if self.summary == "mean" else 2)
+        digests = keys.new_zeros(len(stored), length, longest, dtype=exact)
         parts = []
         for source in (keys, values):
             width = source.shape[-1]
@@ -112,16 +116,17 @@ class ChunkStore:
                 tokens = source[b, h].index_select(0, order[b, : count * chunk])  # a copy, so it is contiguous
                 writer.write(tokens.view(count, chunk * width))
                 if source is keys:
-                    means[row, :, :count] = tokens.view(count, chunk, width).to(exact).mean(1).mT
+                    chunks = tokens.view(count, chunk, width).to(exact)
+                    digests[row, :, :count] = summarised(chunks, self.summary).mT
             parts.append(writer.finish())
         self._keys, self._values = parts
-        return means
+        return digests
 
     # ---- accounting (foveakv.layer.ExtraMemory)
 
     @property
     def digests(self) -> Tensor:
-        """[S, D, P] as they are stored."""
+        """[S, D or 2 D, P] as they are stored."""
         return self._digests.data
 
     @property
@@ -203,7 +208,7 @@ class ChunkStore:
         """
         self.in_place = in_place
         run, count = self._run.cpu(), self._count.cpu()
-        slots = torch.minimum(chunks.cpu().view(-1)[run], count)
+        slots = torch.minimum(chunks.cpu().flatten()[run], count)
         choosing = (slots < count) & (slots > 0)
         loaded = slots.masked_fill(choosing, 0) if in_place else slots
         offset = segments.lengths.view(-1)[run]
@@ -245,7 +250,7 @@ class ChunkStore:
         block = max(1, _SCORES_AT_ONCE // max(1, len(grouped) * longest))
         best: Tensor | None = None
         for part in grouped.split(block, dim=1):
-            scores = self._digests.scores(part * scaling, heads)  # [n, block, P]
+            scores = self._digests.scores(widened_query(part * scaling, self.summary), heads)  # [n, block, P]
             if not self._equal:
                 beyond = torch.arange(longest, device=self.device) >= self._count[:, None]
                 scores = scores.masked_fill_(beyond[:, None], -torch.inf)

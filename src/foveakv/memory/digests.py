@@ -1,6 +1,8 @@
 """Digests of chunks: one vector for every chunk, scored against the queries of a step.
 
-Notation: S stored heads, D head dim, P chunks of the longest head; n rows that ask, r queries of each.
+Notation: S stored heads, D digest dim, P chunks of the longest head; n rows that ask, r queries of each.
+
+A digest is the mean of a chunk's keys, as long as a key, or the bounds of its key channels, twice as long.
 
 The softmax over a head's chunks does not change when the same vector is taken off all its digests. Digests in fewer
 bits make use of that: they are stored as distances from the middle of each channel's range, so that channels far from
@@ -15,6 +17,7 @@ import torch
 from torch import Tensor
 
 DigestDtype = Literal["model", "bf16", "int8"]
+Summary = Literal["mean", "bounds"]
 _LEVELS = 127  # int8 from -127 to 127
 _AT_ONCE = 1 << 19  # numbers of fewer bits that are widened at once: they should stay in a cache, in few calls
 
@@ -85,8 +88,25 @@ class Digests:
         return found
 
 
+def summarised(tokens: Tensor, summary: Summary) -> Tensor:
+    """Digests of chunks of keys [N, T, D]: their mean [N, D], or their maximum and minimum by channel [N, 2 D]."""
+    if summary == "mean":
+        return tokens.mean(1)
+    low, high = tokens.aminmax(dim=1)
+    return torch.cat([high, low], -1)
+
+
+def widened_query(query: Tensor, summary: Summary) -> Tensor:
+    """Queries [..., D] in the form that digests are scored with, [..., D] or [..., 2 D].
+
+    Of bounds this gives the largest q . k that a key within them can have (Quest, arXiv 2406.10774, Alg. 1): channels
+    where q is positive meet their maximum, the others their minimum.
+    """
+    return query if summary == "mean" else torch.cat([query.clamp_min(0), query.clamp_max(0)], -1)
+
+
 def digest_bytes(kind: DigestDtype, dim: int, itemsize: int) -> tuple[int, int]:
-    """Bytes of one digest, and of what a head's digests need once; `itemsize` is that of the model's dtype."""
+    """Bytes of one mean as a digest, and of what a head's digests need once; `itemsize` is the model's dtype's."""
     if kind == "int8":
         return dim, 4 * dim
     return dim * (2 if kind == "bf16" else itemsize), 0

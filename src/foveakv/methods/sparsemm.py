@@ -1,0 +1,109 @@
+"""SparseMM: more slots for the heads that look at pictures (Wang et al., arXiv 2506.05344)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from foveakv.allocation import share_out
+from foveakv.errors import CacheInUseError, MethodError
+from foveakv.head_scores import load_head_scores, read_head_scores
+from foveakv.methods.base import PrefillView, keep_top
+from foveakv.methods.checks import share
+from foveakv.methods.snapkv import SnapKV, window_and_scores
+
+if TYPE_CHECKING:
+    from foveakv.cache import CompressedCache
+
+_HOW = (
+    "make a file with foveakv.head_scores.visual_head_scores(model, processor, samples) and save_head_scores, and give "
+    "its path"
+)
+
+
+@dataclass
+class SparseMM(SnapKV):
+    """SnapKV's choice, with a budget for every head of every layer by how strongly it follows the pictures.
+
+    A head gets three parts: the window; an equal share of `ratio` of what the budget leaves beyond the window; and of
+    the other slots a share in proportion to its visual score, over all heads of all layers (the paper's section on
+    SparseMM: local window cache, uniform-based cache, score-preferred cache). Scores are made once per model and read
+    from a file.
+
+    Not stated; we let the sum of all budgets be exact, clip a head at its prompt and hand the surplus on to the others
+    in proportion, and share equally where all scores are 0. A score of a KV head is the sum over its query heads, as in
+    the authors' code.
+
+    Args:
+        head_scores: a file of `foveakv.head_scores.save_head_scores` (.json or .safetensors), or the numbers
+            themselves, [layers][KV heads]: one row for every layer of the decoder, none of them negative.
+        ratio: of the slots beyond the window, the part that all heads share equally.
+    """
+
+    head_scores: str | Sequence[Sequence[float]] | Tensor | None = None
+    ratio: float = 0.1
+
+    name: ClassVar[str] = "sparsemm"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        share(self.name, "ratio", self.ratio, meaning="of the slots beyond the window, what all heads share equally")
+        self._scores()  # a wrong file fails here, not in the middle of a run
+
+    def _scores(self) -> Tensor:
+        """[layers, KV heads] float64, all >= 0."""
+        if self.head_scores is None:
+            raise MethodError(f"sparsemm: head_scores must be given; {_HOW}")
+        if isinstance(self.head_scores, str):
+            return load_head_scores(self.head_scores)
+        return read_head_scores(self.head_scores, "sparsemm: head_scores")
+
+    def begin(self, cache: CompressedCache) -> None:
+        geometry = cache.geometry
+        if geometry is None:
+            raise CacheInUseError("a budget is known only once the prompt is")
+        scores = self._scores()
+        if scores.shape != (len(cache.layers), geometry.kv_heads):
+            raise MethodError(
+                f"sparsemm: head_scores are for {scores.shape[0]} layers with {scores.shape[1]} KV heads each, and "
+                f"this model has {len(cache.layers)} with {geometry.kv_heads}; {_HOW}"
+            )
+        scores = scores[[layer.layer_idx for layer in cache.compressed]]
+        size = self.budget_tokens(cache, self.budget).cpu()
+        window = size.clamp_max(self.window)
+        pairs = zip((size - window).tolist(), (torch.tensor(geometry.contexts) - window).tolist(), strict=True)
+        cache.state["sparsemm"] = torch.stack(
+            [head_budgets(scores, mean, most, self.ratio) for mean, most in pairs]
+        )  # [B, L, H] slots beyond the window
+
+    def prefill(self, view: PrefillView) -> Tensor:
+        size = self.budget_tokens(view.cache, self.budget)
+        window, score = window_and_scores(view, self.window, size)
+        score = self.smooth(score.masked_fill(window[:, None], 0.0))  # the window stays: it must not lift neighbours
+        score = score.masked_fill((window | ~view.prompt.real)[:, None], -torch.inf)
+        beyond = view.cache.state["sparsemm"][:, view.ordinal].to(score.device)  # [B, H]
+        return keep_top(score, beyond) | window[:, None]
+
+    def describe(self) -> dict[str, Any]:
+        given = self.head_scores
+        if given is not None and not isinstance(given, str):
+            layers, heads = self._scores().shape
+            return {**super().describe(), "head_scores": f"{layers} x {heads} numbers"}
+        return super().describe()
+
+
+def head_budgets(scores: Tensor, mean: int, most: int, ratio: float) -> Tensor:
+    """Slots of every head, int64 [L, H]: at most `most` each and exactly mean * L * H in all.
+
+    scores: float64 [L, H]. ratio: the part that is shared equally.
+    """
+    flat = scores.flatten()
+    equal = torch.full_like(flat, 1 / flat.numel())
+    total = flat.sum()
+    by_score = flat / total if float(total) > 0 else equal
+    weights = ratio * equal + (1 - ratio) * by_score
+    return share_out(weights, mean * flat.numel(), 0, most, flat).view(scores.shape)
