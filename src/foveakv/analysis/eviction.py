@@ -1,0 +1,402 @@
+"""Does a recycle bin lose less attention than greedy eviction? Both, replayed on the attention of a full cache.
+
+HAE (arXiv 2602.02197) argues that its decode eviction (DDES, a bin of D tokens) loses no more than greedy eviction (D =
+1). This measures it on recorded traces and promises nothing. A trace is what the tokens of one layer received in every
+decode step of a run that evicts nothing, so that decisions do not change what is attended to afterwards.
+
+Notation: P prompts, L layers, C prompt tokens, T decode steps, N = C + T.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import fmean
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+
+import torch
+from torch import Tensor
+
+from foveakv.analysis.passes import Progress, Prompts, check, run
+from foveakv.budget import parse_budget
+from foveakv.columns import real_first
+from foveakv.errors import InputError, MethodError, UnsupportedModeError
+from foveakv.memory.segments import Segments
+from foveakv.methods import checks
+from foveakv.methods.base import Counts, DecodeView, Drop, Method, PrefillView
+from foveakv.methods.ddes import RecycleBin, check_rows, prompt_scores
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from foveakv.cache import CompressedCache
+
+GREEDY = 1
+MAX_TRACE_BYTES = 2**30
+
+
+@dataclass(frozen=True)
+class Trace:
+    """All layers of one run with a full cache, sums over query heads.
+
+    prompt: [L, C] float32, what each prompt token received from the prompt's queries (Eq. 5's start). steps: T tensors
+    [L, C + t + 1] float32, what each token received in decode step t, the new token last. layers: the model's numbers.
+    """
+
+    label: str
+    layers: tuple[int, ...]
+    prompt: Tensor
+    steps: list[Tensor]
+
+    @property
+    def tokens(self) -> int:
+        """N, all tokens of the run."""
+        return self.prompt.shape[1] + len(self.steps)
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One policy on one trace.
+
+    last_seen: int64 [L, N], the last step that a token was stored in: -1 = it left with the prompt, T = it never left.
+    lost: float64 [L], the share of the trace's attention that falls on tokens that are no longer stored, all steps.
+    lost_by_step: float64 [T], the same per step, mean over layers. score: float64 [L], Eq. 5's scores of what was
+    evicted while decoding, when it left, summed. evicted: tokens per layer that left while decoding. peak: the most
+    tokens stored.
+    """
+
+    last_seen: Tensor
+    lost: Tensor
+    lost_by_step: Tensor
+    score: Tensor
+    evicted: int
+    peak: int
+
+
+@dataclass(frozen=True)
+class BinResult:
+    """A bin of D tokens against greedy eviction on all traces (layer x prompt), at one steady size or at one peak.
+
+    traces: number of them. at_most_greedy: share of traces on which the bin loses no more. lost, greedy_lost: mean
+    share of the attention that is lost. score_at_most_greedy: the same share when a loss is counted as the Eq. 5 scores
+    that tokens had when they left.
+    """
+
+    size: int
+    matched: Literal["steady size", "peak"]
+    traces: int
+    at_most_greedy: float
+    lost: float
+    greedy_lost: float
+    score_at_most_greedy: float
+    evicted: float
+    greedy_evicted: float
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """What `eviction` measured.
+
+    layers: the model's numbers. by_layer, by_step: mean lost share over prompts, for every D (1 is greedy), at one
+    steady size; steps beyond a shorter answer count for the others only. details: one entry per (prompt, D, layer).
+    """
+
+    labels: tuple[str, ...]
+    layers: tuple[int, ...]
+    steady: tuple[int, ...]
+    steps: tuple[int, ...]
+    results: tuple[BinResult, ...]
+    by_layer: dict[int, list[float]]
+    by_step: dict[int, list[float]]
+    details: tuple[dict[str, Any], ...]
+    settings: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "settings": self.settings,
+            "prompts": [
+                {"label": label, "steady": steady, "steps": steps}
+                for label, steady, steps in zip(self.labels, self.steady, self.steps, strict=True)
+            ],
+            "layers": list(self.layers),
+            "results": [vars(result) for result in self.results],
+            "by_layer": self.by_layer,
+            "by_step": self.by_step,
+            "traces": list(self.details),
+        }
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One flat row per prompt, bin and layer, for CSV."""
+        return list(self.details)
+
+
+@dataclass
+class TraceProbe(Method):
+    """Keeps everything and records what every token receives while decoding.
+
+    rows: which prompt queries count for the starting scores, see `ddes.prompt_scores`. limit: bytes that the steps may
+    take on the host.
+    """
+
+    rows: Literal["all"] | int = "all"
+    limit: int = MAX_TRACE_BYTES
+
+    name: ClassVar[str] = "trace-probe"
+
+    @property
+    def needs_mass(self) -> bool:
+        return True
+
+    @property
+    def evicts_while_decoding(self) -> bool:
+        return True  # `decode` is called for such methods only; this one always answers None
+
+    def needs_queries(self, ordinal: int) -> bool:
+        return True
+
+    def begin(self, cache: CompressedCache) -> None:
+        cache.state["trace"] = {"prompt": [], "steps": [], "bytes": 0}
+
+    def prefill(self, view: PrefillView) -> None:
+        columns = real_first(view.prompt.real)[:, : int(view.prompt.lengths.max())]
+        sums = prompt_scores(view, self.rows).sum(1).gather(1, columns)
+        view.cache.state["trace"]["prompt"].append(sums[0].cpu())
+
+    def decode(self, view: DecodeView) -> None:
+        trace, mass = view.cache.state["trace"], view.mass
+        if mass is None:
+            raise MethodError(f"{self.name} needs the attention of each step")
+        received = mass[0].sum(0).to("cpu", torch.float32)
+        trace["bytes"] += received.nbytes
+        if trace["bytes"] > self.limit:
+            raise UnsupportedModeError(
+                f"recording this answer takes more than {self.limit / 2**20:.0f} MiB; lower --max-new-tokens "
+                "(new_tokens), or shorten the prompt"
+            )
+        if view.ordinal == 0:
+            trace["steps"].append([])
+        trace["steps"][-1].append(received.clone())
+
+
+def record(
+    model: Any, label: str, inputs: Any, new_tokens: int, *, rows: Literal["all"] | int = "all", to_the_end: bool = True
+) -> Trace:
+    """Generates greedily with a full cache and records it: new_tokens - 1 decode steps, see `passes.run`.
+
+    Raises:
+        InputError: the answer ended with its first token, which comes from the prompt's own pass.
+        UnsupportedModeError: the record would take more than 1 GiB.
+    """
+    cache, _ = run(model, inputs, TraceProbe(rows), new_tokens, to_the_end=to_the_end)
+    trace = cache.state["trace"]
+    if not trace["steps"]:
+        raise InputError(f"{label}: the answer has no decode step to replay; ask for more new tokens")
+    return Trace(
+        label,
+        tuple(layer.layer_idx for layer in cache.compressed),
+        torch.stack(trace["prompt"]).float(),
+        [torch.stack(step) for step in trace["steps"]],
+    )
+
+
+def replay(trace: Trace, rules: RecycleBin, steady: int, recent: int = 0) -> Replay:
+    """Runs a bin over a trace, with the code that decides in `HAE`; all layers at once, as a batch.
+
+    The prompt is first brought down to `steady` tokens by its scores, as HAE does with a budget.
+    """
+    layers, columns = trace.prompt.shape
+    steps = len(trace.steps)
+    layer = _Layer(trace.prompt, rules, steady, recent)
+    last_seen = torch.full((layers, trace.tokens), steps)
+    score = torch.zeros(layers, trace.tokens, dtype=torch.float64)
+    score[:, :columns] = trace.prompt
+    last_seen[:, :columns].masked_fill_(~layer.stored(columns), -1)
+    lost_by_layer = torch.zeros(layers, dtype=torch.float64)
+    total = torch.zeros(layers, dtype=torch.float64)
+    lost_by_step, left_score = [], torch.zeros(layers, dtype=torch.float64)
+    evicted = peak = 0
+    for t, received in enumerate(trace.steps):
+        width = columns + t + 1
+        gone = last_seen[:, :width] < t
+        lost, all_of_it = received.double().masked_fill(~gone, 0).sum(1), received.double().sum(1)
+        lost_by_layer += lost
+        total += all_of_it
+        lost_by_step.append(float((lost / all_of_it).mean()))
+        score[:, :width] += received
+        peak = max(peak, layer.step(received))
+        leaving = ~gone & ~layer.stored(width)
+        last_seen[:, :width].masked_fill_(leaving, t)
+        left_score += score[:, :width].masked_fill(~leaving, 0).sum(1)
+        evicted += int(leaving[0].sum())
+    return Replay(
+        last_seen, lost_by_layer / total, torch.tensor(lost_by_step, dtype=torch.float64), left_score, evicted, peak
+    )
+
+
+class _Layer:
+    """The layers of a trace as the sequences of one layer's memory, whose keys and values are stand-ins."""
+
+    def __init__(self, scores: Tensor, rules: RecycleBin, steady: int, recent: int) -> None:
+        batch, columns = scores.shape
+        self.rules, self.seen, self.counts = rules, columns, Counts()
+        self.state: dict[str, Any] = {}
+        sums, every = scores[:, None], torch.ones(batch, 1, columns, dtype=torch.bool)
+        sizes, newest = torch.full((batch,), steady), torch.full((batch,), recent)
+        keep = rules.shrink(sums, every, sizes, newest) if columns > steady else every
+        rules.note(self.state, sums, keep, sizes, newest)
+        places = torch.arange(columns).expand(batch, columns)
+        blank = torch.zeros(batch, 1, columns, 1)
+        self.segments = Segments.from_dense(blank, blank, keep, places)
+        # What `RecycleBin` reads of a cache.
+        method = SimpleNamespace(name="replay")
+        self.cache = cast(Any, SimpleNamespace(compressed=[self], method=method, state={}))
+        rules.open(self.cache)
+
+    def step(self, received: Tensor) -> int:
+        """One decode step: received [L, N] by token. Returns the tokens stored before any leaves."""
+        segments, batch = self.segments, self.segments.batch
+        blank = torch.zeros(batch, 1, 1, 1)
+        segments.append(blank, blank, torch.full((batch, 1), self.seen))
+        self.seen += 1
+        places = segments.positions()
+        mass = received[:, None].gather(-1, places.clamp_min(0)).masked_fill(places < 0, 0)
+        none = torch.zeros(0)
+        view = DecodeView(0, 0, none, 1.0, self.cache, self.state, self.counts, segments, self.seen, mass)
+        length = segments.max_length
+        leaving = self.rules.step(view)
+        if isinstance(leaving, Drop):
+            segments.evict(leaving.slots, leaving.counts)
+        elif leaving is not None:
+            segments.keep(leaving)
+        return length
+
+    def stored(self, tokens: int) -> Tensor:
+        """Which of the first `tokens` tokens are stored: bool [L, tokens]."""
+        places = self.segments.positions()[:, 0]
+        marks = torch.zeros(len(places), tokens + 1, dtype=torch.bool)
+        return marks.scatter_(1, torch.where(places < 0, tokens, places), True)[:, :tokens]
+
+
+def eviction(
+    model: Any,
+    prompts: Prompts,
+    *,
+    bins: Sequence[int] = (4, 16, 64),
+    budget: float | int | str = 0.5,
+    new_tokens: int = 96,
+    recent: int = 0,
+    sink: int = 0,
+    rows: Literal["all"] | int = "all",
+    to_the_end: bool = True,
+    progress: Progress | None = None,
+) -> Eviction:
+    """Records every prompt once and replays greedy eviction and each bin on it.
+
+    Args:
+        model: a model that `foveakv.compress` takes.
+        prompts: one or more.
+        bins: the D to compare with greedy eviction, each at least 2.
+        budget: steady size l, as in `HAE`: a share of the prompt, or tokens per head.
+        new_tokens: tokens to generate; a bin flushes after D of them only.
+        recent, sink: so many of the newest and of the oldest tokens are never evicted; 0 is the paper.
+        rows: which prompt queries count for the scores, "all" or a number of sampled rows.
+        to_the_end: go on past the end of an answer, so that short answers are recorded too.
+        progress: called with each label before its run.
+
+    A bin holds up to D - 1 tokens more than greedy eviction of the same steady size l. So it is also compared at the
+    same peak: there its l is D - 1 tokens lower, where that leaves at least one.
+
+    Raises:
+        MethodError: a bin below 2, or a budget that leaves no room beside sink and recent tokens.
+    """
+    check(prompts)
+    for size in bins:
+        checks.whole_number("eviction", "bins", size, 2, "1 is greedy eviction, with which they are compared")
+    if not bins:
+        raise MethodError("eviction: name at least one bin size")
+    for option, value in (("recent", recent), ("sink", sink)):
+        checks.whole_number("eviction", option, value, 0, "tokens that always stay")
+    check_rows("eviction", rows)
+    parsed = parse_budget(budget)
+    if parsed.kind == "bytes":
+        raise MethodError("eviction: the steady size is a share of the prompt or tokens per head, not bytes")
+    sizes = sorted({int(size) for size in bins})
+    found: dict[tuple[int, str], list[tuple[Replay, Replay]]] = {}
+    details, steady_sizes, step_counts = [], [], []
+    by_step: dict[int, list[list[float]]] = {size: [] for size in (GREEDY, *sizes)}
+    by_layer: dict[int, list[Tensor]] = {size: [] for size in (GREEDY, *sizes)}
+    layers: tuple[int, ...] = ()
+    for label, inputs in prompts.items():
+        if progress is not None:
+            progress(label)
+        trace = record(model, label, inputs, new_tokens, rows=rows, to_the_end=to_the_end)
+        layers = trace.layers
+        columns = trace.prompt.shape[1]
+        steady = max(1, math.floor(parsed.value * (columns if parsed.kind == "ratio" else 1)))
+        if steady <= recent + sink:
+            raise MethodError(
+                f"eviction: {steady} tokens per head leave no room beside sink + recent; raise the budget"
+            )
+        steady_sizes.append(steady)
+        step_counts.append(len(trace.steps))
+        greedy = replay(trace, RecycleBin(GREEDY, sink=sink), steady, recent)
+        outcomes = {GREEDY: greedy}
+        for size in sizes:
+            outcomes[size] = replay(trace, RecycleBin(size, sink=sink), steady, recent)
+            found.setdefault((size, "steady size"), []).append((outcomes[size], greedy))
+            if steady - (size - 1) > recent + sink:
+                lower = replay(trace, RecycleBin(size, sink=sink), steady - (size - 1), recent)
+                found.setdefault((size, "peak"), []).append((lower, greedy))
+        for size, outcome in outcomes.items():
+            by_step[size].append(outcome.lost_by_step.tolist())
+            by_layer[size].append(outcome.lost)
+            details += [
+                {
+                    "prompt": label,
+                    "bin": size,
+                    "layer": number,
+                    "steady": steady,
+                    "lost": float(outcome.lost[i]),
+                    "score_evicted": float(outcome.score[i]),
+                    "evicted": outcome.evicted,
+                    "peak": outcome.peak,
+                }
+                for i, number in enumerate(layers)
+            ]
+    return Eviction(
+        labels=tuple(prompts),
+        layers=layers,
+        steady=tuple(steady_sizes),
+        steps=tuple(step_counts),
+        results=tuple(_result(size, matched, pairs) for (size, matched), pairs in found.items()),
+        by_layer={size: torch.stack(values).mean(0).tolist() for size, values in by_layer.items()},
+        by_step={size: _means(values) for size, values in by_step.items()},
+        details=tuple(details),
+        settings={
+            "bins": sizes, "budget": budget, "new_tokens": new_tokens, "recent": recent, "sink": sink,
+            "prompt_rows": rows, "to_the_end": to_the_end,
+        },
+    )  # fmt: skip
+
+
+def _result(size: int, matched: str, pairs: list[tuple[Replay, Replay]]) -> BinResult:
+    lost, greedy_lost = (torch.cat([pair[i].lost for pair in pairs]) for i in (0, 1))
+    score, greedy_score = (torch.cat([pair[i].score for pair in pairs]) for i in (0, 1))
+    return BinResult(
+        size=size,
+        matched="peak" if matched == "peak" else "steady size",
+        traces=len(lost),
+        at_most_greedy=float((lost <= greedy_lost).double().mean()),
+        lost=float(lost.mean()),
+        greedy_lost=float(greedy_lost.mean()),
+        score_at_most_greedy=float((score <= greedy_score).double().mean()),
+        evicted=fmean(pair[0].evicted for pair in pairs),
+        greedy_evicted=fmean(pair[1].evicted for pair in pairs),
+    )
+
+
+def _means(rows: list[list[float]]) -> list[float]:
+    """Column means of rows of different lengths."""
+    return [fmean(row[t] for row in rows if t < len(row)) for t in range(max(map(len, rows)))]

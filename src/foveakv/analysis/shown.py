@@ -1,0 +1,159 @@
+"""Which patches of the pictures a method keeps: per layer, per head, averaged, and from one decode step to the next.
+
+C prompt columns, S decode steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from foveakv.analysis.passes import check, run
+from foveakv.errors import InputError, MethodError
+from foveakv.methods import Method
+from foveakv.prompt import PromptMap
+
+if TYPE_CHECKING:
+    from foveakv.cache import CompressedCache
+
+
+@dataclass(frozen=True)
+class Share:
+    """For every prompt column the share of `heads` (layer, KV head) pairs that hold it: columns float32 [C]."""
+
+    label: str
+    heads: int
+    columns: Tensor
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What stayed of one prompt.
+
+    rows: at the end of the answer, one per asked layer, or one for all. steps: what each decode step attended to;
+    of HybridKV's heads those that retrieve. tokens: the answer's ids; step s (from 0) reads tokens[s] and makes
+    tokens[s + 1].
+    """
+
+    rows: tuple[Share, ...]
+    steps: tuple[Share, ...]
+    tokens: tuple[int, ...]
+    prompt: PromptMap
+    settings: dict[str, Any]
+
+    def to_dict(self, images: Sequence[Tensor]) -> dict[str, Any]:
+        """Plain values for JSON. images: the prompt columns of every picture, see `foveakv.viz.image_columns`."""
+
+        def plain(share: Share) -> dict[str, Any]:
+            values = [[round(value, 6) for value in share.columns[own].tolist()] for own in images]
+            return {"label": share.label, "heads": share.heads, "images": values}
+
+        return {
+            "settings": self.settings,
+            "tokens": list(self.tokens),
+            "rows": [plain(row) for row in self.rows],
+            "steps": [plain(step) for step in self.steps],
+        }
+
+    def table_rows(self, images: Sequence[Tensor]) -> list[dict[str, Any]]:
+        """One flat row per row or step, picture and patch, for CSV."""
+        return [
+            {"when": when, "label": share.label, "image": i + 1, "patch": patch, "share": round(value, 6)}
+            for when, shares in (("end", self.rows), ("step", self.steps))
+            for share in shares
+            for i, own in enumerate(images)
+            for patch, value in enumerate(share.columns[own].tolist())
+        ]
+
+
+def shown(
+    model: Any,
+    inputs: Mapping[str, Any],
+    method: Method,
+    *,
+    new_tokens: int = 16,
+    layers: Sequence[int] | None = None,
+    head: int | None = None,
+    each: bool = False,
+    steps: bool = False,
+    to_the_end: bool = False,
+) -> Shown:
+    """Answers one prompt with a method and says which prompt columns are kept.
+
+    Args:
+        model: a model that `foveakv.compress` takes.
+        inputs: of `generate`, for one sequence.
+        method: any method.
+        new_tokens: the longest answer.
+        layers: the model's numbers of the layers to look at; None = all that are compressed.
+        head: only this KV head of each.
+        each: a row per layer; False averages over them.
+        steps: also what each decode step attended to, averaged. It keeps positions of all slots for all steps in memory
+            while it runs.
+        to_the_end: generate all new tokens, past the end of the answer.
+
+    Raises:
+        MethodError: a layer that is not compressed.
+        InputError: a head that the model does not have, or steps without a retrieving head among those asked for.
+    """
+    check({"prompt": inputs})
+    cache, tokens = run(model, inputs, method, new_tokens, to_the_end=to_the_end, trace=steps)
+    numbers = [layer.layer_idx for layer in cache.compressed]
+    asked = numbers if layers is None else list(dict.fromkeys(layers))
+    pairs = _pairs(cache, asked, head)
+    suffix = "" if head is None else f", head {head}"
+    if each:
+        rows = [_share(cache, {n: cache.kept(n)}, {n: pairs[n]}, f"layer {n}{suffix}") for n in asked]
+    else:
+        label = "all layers" if layers is None else "layer " + ", ".join(map(str, asked))
+        rows = [_share(cache, {n: cache.kept(n) for n in asked}, pairs, label + suffix)]
+    return Shown(
+        rows=tuple(rows),
+        steps=tuple(_steps(cache, pairs) if steps else ()),
+        tokens=tuple(tokens),
+        prompt=cache.full_prompt.to("cpu"),
+        settings=method.describe(),
+    )
+
+
+def _pairs(cache: CompressedCache, layers: Sequence[int], head: int | None) -> dict[int, Tensor]:
+    """Layer -> bool [H], the heads that count."""
+    found = {}
+    for number in layers:
+        heads = cache.kept(number).shape[1]
+        if head is not None and not 0 <= head < heads:
+            raise InputError(f"there is no KV head {head}: this model has heads 0 to {heads - 1}")
+        found[number] = torch.tensor([head in (None, h) for h in range(heads)])
+    return found
+
+
+def _share(cache: CompressedCache, positions: Mapping[int, Tensor], pairs: Mapping[int, Tensor], label: str) -> Share:
+    """positions: layer -> [1, H, M], -1 = none."""
+    columns = cache.prompt_columns
+    counts, heads = torch.zeros(columns + 1), 0
+    for number, wanted in pairs.items():
+        held = positions[number][0].cpu()[wanted]
+        heads += len(held)
+        inside = (held >= 0) & (held < columns)
+        counts += torch.where(inside, held, columns).flatten().bincount(minlength=columns + 1)
+    return Share(label, heads, counts[:columns] / max(heads, 1))
+
+
+def _steps(cache: CompressedCache, pairs: Mapping[int, Tensor]) -> list[Share]:
+    state = cache.state.get("hybridkv")
+    if isinstance(state, dict):
+        dynamic = {layer.layer_idx: ~state["static"][0, layer.ordinal] for layer in cache.compressed}
+        pairs = {number: wanted & dynamic[number] for number, wanted in pairs.items()}
+        if not any(bool(wanted.any()) for wanted in pairs.values()):
+            raise InputError("none of these heads retrieves: all are static and keep the same patches in every step")
+    trace = cache.trace
+    if trace is None:
+        raise MethodError("the steps of this run were not recorded")
+    decoded = [step for step in trace if step]
+    if not decoded:
+        raise InputError("the answer has one token, which comes from the prompt's own pass; no decode step to show")
+    return [_share(cache, step, pairs, f"step {s + 1}") for s, step in enumerate(decoded)]

@@ -1,0 +1,201 @@
+"""How sparse attention to pictures and to text is, and whether the first layer may decide for all.
+
+HAE (arXiv 2602.02197) drops visual tokens by the first layer's attention alone and rests that on two observations:
+attention to visual tokens is sparser than to text (a probability <= 1e-4 counts as nothing), and the other layers would
+evict mostly the same tokens. P prompts, L layers, C prompt columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from foveakv import scores
+from foveakv.analysis.passes import Progress, Prompts, check, run
+from foveakv.errors import MethodError, NoVisualTokensError
+from foveakv.methods.base import Method, PrefillView, keep_top
+from foveakv.methods.hae import HAE
+
+if TYPE_CHECKING:
+    from foveakv.cache import CompressedCache
+
+THRESHOLD = 1e-4
+"""HAE's: a probability up to it counts as no attention."""
+PAPER_OVERLAP = 0.9
+"""The share that HAE's paper claims for its models; nothing here was measured on those."""
+
+
+@dataclass(frozen=True)
+class PromptSparsity:
+    """One prompt; lists have one entry per layer.
+
+    visual, text: share of the text rows' probabilities <= 1e-4, among visual and among text columns that they can see.
+    overlap: of the visual tokens that the first layer evicts, the share that this layer would evict too if it evicted
+    equally many by its own a_j (Eq. 1); None where the first layer evicts none. lost: share of this layer's attention
+    to visual tokens that falls on those the first layer evicts. visual_tokens, evicted: numbers of tokens. chance: the
+    expected overlap of two random choices, evicted / visual_tokens.
+    """
+
+    label: str
+    prompt_tokens: int
+    visual_tokens: int
+    evicted: int
+    visual: list[float]
+    text: list[float]
+    overlap: list[float] | None
+    lost: list[float]
+
+    @property
+    def chance(self) -> float:
+        return self.evicted / self.visual_tokens
+
+
+@dataclass(frozen=True)
+class Sparsity:
+    """What `sparsity` measured. layers: the model's numbers of the L layers."""
+
+    layers: tuple[int, ...]
+    prompts: tuple[PromptSparsity, ...]
+    settings: dict[str, Any]
+
+    @property
+    def mean_overlap(self) -> float | None:
+        """Over prompts and all layers but the first (whose overlap with itself is 1); None without any eviction."""
+        values = [value for prompt in self.prompts for value in (prompt.overlap or [])[1:]]
+        return sum(values) / len(values) if values else None
+
+    @property
+    def layers_above_claim(self) -> float | None:
+        """Share of (prompt, layer) pairs, the first layer left out, whose overlap is at least the paper's 90%."""
+        values = [value for prompt in self.prompts for value in (prompt.overlap or [])[1:]]
+        return sum(value >= PAPER_OVERLAP for value in values) / len(values) if values else None
+
+    @property
+    def mean_chance(self) -> float:
+        return sum(prompt.chance for prompt in self.prompts) / len(self.prompts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "settings": self.settings,
+            "threshold": THRESHOLD,
+            "layers": list(self.layers),
+            "mean_overlap": self.mean_overlap,
+            "mean_chance": self.mean_chance,
+            "layers_above_claim": self.layers_above_claim,
+            "paper_overlap": PAPER_OVERLAP,
+            "prompts": [{**vars(prompt), "chance": prompt.chance} for prompt in self.prompts],
+        }
+
+    def rows(self) -> list[dict[str, Any]]:
+        """One flat row per prompt and layer, for CSV."""
+        return [
+            {
+                "prompt": prompt.label,
+                "layer": layer,
+                "visual_sparsity": prompt.visual[i],
+                "text_sparsity": prompt.text[i],
+                "overlap": None if prompt.overlap is None else prompt.overlap[i],
+                "lost_visual_attention": prompt.lost[i],
+                "evicted": prompt.evicted,
+                "visual_tokens": prompt.visual_tokens,
+            }
+            for prompt in self.prompts
+            for i, layer in enumerate(self.layers)
+        ]
+
+
+@dataclass
+class SparsityProbe(Method):
+    """Watches every layer's prompt and drops nothing. rules: HAE's settings, of which DAP's count."""
+
+    rules: HAE
+
+    name: ClassVar[str] = "sparsity-probe"
+
+    def needs_queries(self, ordinal: int) -> bool:
+        return True
+
+    def begin(self, cache: CompressedCache) -> None:
+        if not cache.full_prompt.has_visual:
+            raise NoVisualTokensError("sparsity compares visual tokens with text; this prompt has no image or video")
+        cache.state["probe"] = {"rows": scores.text_rows(cache.full_prompt, max_rows=None), "layers": []}
+
+    def prefill(self, view: PrefillView) -> None:
+        state, visual, text = view.cache.state["probe"], view.prompt.visual, view.prompt.text
+        rows, valid = state["rows"]
+        given = view.query, view.keys, rows, valid, view.scaling, view.visible
+        stats = scores.head_mean_stats(*given)
+        if view.ordinal == 0:
+            state["evicted"] = self.rules.redundant(stats.sums, stats.maxima, stats.variance, visual)
+        evicted: Tensor = state["evicted"]
+        sparse = scores.sparsity(*given, (visual, text), threshold=THRESHOLD)
+        own = would_evict(stats.sums, visual, evicted.sum(-1))
+        total = stats.sums.masked_fill(~visual, 0).sum(-1)
+        state["layers"].append(
+            {
+                "visual": float(sparse[0, 0]),
+                "text": float(sparse[1, 0]),
+                "overlap": overlap(evicted, own)[0],
+                "lost": float(stats.sums.masked_fill(~evicted, 0).sum(-1)[0] / total.clamp_min(1e-30)[0]),
+            }
+        )
+
+
+def would_evict(sums: Tensor, visual: Tensor, count: Tensor) -> Tensor:
+    """The count[b] visual tokens with the lowest a_j: bool [B, C]; sums [B, C], visual bool [B, C], count [B]."""
+    return keep_top((-sums).masked_fill(~visual, -torch.inf), count)
+
+
+def overlap(evicted: Tensor, own: Tensor) -> list[float | None]:
+    """Share of `evicted` that is in `own` too, both bool [B, C]; None where nothing is evicted."""
+    count, both = evicted.sum(-1).tolist(), (evicted & own).sum(-1).tolist()
+    return [same / n if n else None for same, n in zip(both, count, strict=True)]
+
+
+def sparsity(model: Any, prompts: Prompts, rules: HAE | None = None, *, progress: Progress | None = None) -> Sparsity:
+    """Reads every prompt once and measures each layer; nothing is dropped and no answer generated.
+
+    Args:
+        model: a model that `foveakv.compress` takes.
+        prompts: one or more, each with at least one picture.
+        rules: HAE's settings, which say what the first layer evicts (r, alpha, relative, target_visual_tokens, ...).
+        progress: called with each label before its run.
+
+    The rows are all text tokens behind the first visual token, as in DAP. Not stated in the paper how "would evict" is
+    meant; we let every layer evict as many as the first one, those with its lowest a_j.
+
+    Raises:
+        NoVisualTokensError: a prompt has no picture.
+        MethodError: `rules` without DAP.
+    """
+    check(prompts)
+    rules = rules or HAE()
+    if not rules.dap:
+        raise MethodError("the first layer's evictions are DAP's; leave dap=False out")
+    measured: list[PromptSparsity] = []
+    layers: Sequence[int] = ()
+    for label, inputs in prompts.items():
+        if progress is not None:
+            progress(label)
+        cache, _ = run(model, inputs, SparsityProbe(rules))
+        found, prompt = cache.state["probe"], cache.full_prompt
+        layers = [layer.layer_idx for layer in cache.compressed]
+        per_layer = {key: [layer[key] for layer in found["layers"]] for key in ("visual", "text", "overlap", "lost")}
+        evicted = int(found["evicted"].sum())
+        if not evicted:
+            per_layer["overlap"] = None  # type: ignore[assignment]
+        measured.append(
+            PromptSparsity(
+                label=label,
+                prompt_tokens=int(prompt.real.sum()),
+                visual_tokens=int(prompt.visual.sum()),
+                evicted=evicted,
+                **per_layer,
+            )
+        )
+    return Sparsity(tuple(layers), tuple(measured), rules.describe())
