@@ -28,7 +28,7 @@ from foveakv.errors import (
 from foveakv.inputs import build_inputs
 from foveakv.session import compress
 
-BUDGETED = ["adakv", "h2o", "hae", "hybridkv", "random", "snapkv", "streaming"]
+BUDGETED = ["adakv", "h2o", "hae", "hybridkv", "lookm", "prefixkv", "random", "snapkv", "streaming", "vlcache"]
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +109,10 @@ def test_a_class_or_a_name_is_not_a_method(model: Any) -> None:
     ("snapkv", {"window": 0}),
     ("adakv", {"floor": -1}),
     ("fastv", {"ratio": 0.0}),
+    ("mustdrop", {"layers": "two"}),
+    ("lookm", {"merge": "sum"}),
+    ("vlcache", {"threshold": 2}),
+    ("prefixkv", {"sink": -1}),
 ])  # fmt: skip
 def test_options_that_make_no_sense(name: str, options: dict[str, Any]) -> None:
     with pytest.raises(MethodError, match=name):
@@ -118,7 +122,7 @@ def test_options_that_make_no_sense(name: str, options: dict[str, Any]) -> None:
 # ---- prompts and pictures
 
 
-@pytest.mark.parametrize("name", ["random", "fastv"])
+@pytest.mark.parametrize("name", ["random", "fastv", "mustdrop"])
 def test_no_image_in_the_prompt(model: Any, unharmed: None, name: str) -> None:
     text = families.prompt("llava", images=0)
     with (

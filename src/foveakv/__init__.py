@@ -27,6 +27,10 @@ _HOME = {
     "MixKV": "foveakv.methods.mixkv",
     "Quest": "foveakv.methods.quest",
     "FastV": "foveakv.methods.fastv",
+    "MustDrop": "foveakv.methods.mustdrop",
+    "LookM": "foveakv.methods.lookm",
+    "VLCache": "foveakv.methods.vlcache",
+    "PrefixKV": "foveakv.methods.prefixkv",
     "HAE": "foveakv.methods.hae",
     "HybridKV": "foveakv.methods.hybridkv",
     "FoveaKVError": "foveakv.errors",
@@ -40,8 +44,11 @@ __all__ = [
     "FoveaKVError",
     "Full",
     "HybridKV",
+    "LookM",
     "Method",
     "MixKV",
+    "MustDrop",
+    "PrefixKV",
     "PyramidKV",
     "Quest",
     "Random",
@@ -50,6 +57,7 @@ __all__ = [
     "SnapKV",
     "SparseMM",
     "Streaming",
+    "VLCache",
     "__version__",
     "cache_for",
     "compress",
@@ -66,13 +74,17 @@ if TYPE_CHECKING:
     from foveakv.methods.h2o import H2O
     from foveakv.methods.hae import HAE
     from foveakv.methods.hybridkv import HybridKV
+    from foveakv.methods.lookm import LookM
     from foveakv.methods.mixkv import MixKV
+    from foveakv.methods.mustdrop import MustDrop
+    from foveakv.methods.prefixkv import PrefixKV
     from foveakv.methods.pyramidkv import PyramidKV
     from foveakv.methods.quest import Quest
     from foveakv.methods.random import Random
     from foveakv.methods.snapkv import SnapKV
     from foveakv.methods.sparsemm import SparseMM
     from foveakv.methods.streaming import Streaming
+    from foveakv.methods.vlcache import VLCache
     from foveakv.models import load
     from foveakv.report import Report
     from foveakv.session import Session, cache_for, compress

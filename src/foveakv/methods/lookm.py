@@ -24,9 +24,10 @@ _TILE = 2**21  # most similarities that are formed at once
 class LookM(Method):
     """Per KV head: the newest tokens, then text by its attention, then visual tokens by theirs; the rest is merged.
 
-    Scores sum the attention from all prompt queries; text goes before all else (Sec. 3.2: it gets the highest score on
-    top of its own). Each evicted key goes to the kept key with the largest cosine, and its value to the same place
-    (Sec. 3.3). With E the n tokens evicted to kept token c, keys and values alike become
+    Scores sum the attention from all prompt queries; text goes before all else (the paper's text-prior eviction gives
+    it the highest score on top of its own). Each evicted key goes to the kept key with the largest cosine, and its
+    value to the same place (its many-to-one matching). With n tokens e evicted to kept token c, keys and values alike
+    become
 
     - "mean":     (c + sum of e) / (n + 1)
     - "pivot":    (c + sum of (e + c) / 2) / (n + 1)

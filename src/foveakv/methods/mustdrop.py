@@ -1,7 +1,7 @@
 """MustDrop: drop visual tokens in several layers of the prompt, but never the key ones (Liu et al., arXiv 2411.10803).
 
 Of its three stages, the vision stage is out of a cache's reach. What is here is the prefill stage (dual-attention
-filtering, Sec. 3.3) and the decode stage (output-aware cache policy, Sec. 3.4).
+filtering) and the decode stage (output-aware cache policy).
 """
 
 from __future__ import annotations

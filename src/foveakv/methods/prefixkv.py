@@ -1,6 +1,6 @@
 """PrefixKV: every layer keeps the shortest prefix of its ranking that holds one common share of attention.
 
-Wang et al., arXiv 2412.03409, Sec. 3.
+Wang et al., arXiv 2412.03409.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class PrefixKV(Method):
     """Per layer: the tokens with the most attention, as many as it takes to hold the same share p of it in all layers.
 
     A token's importance in a layer is the attention that it gets from all prompt rows, averaged over heads; all heads
-    keep the same tokens. p is what meets the budget (Sec. 3.3: a binary search). The search has an exact end, which we
-    compute: of all layers' entries, ranked by the share that lies before them in their own layer, the lowest stay.
+    keep the same tokens. p is what meets the budget; the paper finds it by a binary search. The search has an exact
+    end, which we compute: of all layers' entries, ranked by the share that lies before them in their own layer, the
+    lowest stay. All layers are known only at the end of the prompt, so the peak is that of a full cache.
 
     Not stated in the paper, or not clearly; we
     - find p for every prompt; the paper finds layer sizes once, on ten samples, and reuses them;

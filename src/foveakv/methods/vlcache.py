@@ -1,4 +1,4 @@
-"""VL-Cache: layer budgets by the sparsity of post-vision attention (Tu et al., arXiv 2410.23317, Sec. 4)."""
+"""VL-Cache: layer budgets by the sparsity of post-vision attention (Tu et al., arXiv 2410.23317)."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ _TILE = 2**21  # most probabilities that are formed at once
 class VLCache(Method):
     """Dense layers get more, sparse ones less; per head, the tokens that the text behind the pictures looks at.
 
-    Post-vision attention is that of the prompt's tokens behind the last visual one (Sec. 4.1). A layer's sparsity g is
-    the share of its entries, over all heads, below `threshold` times their row's maximum; hidden pairs do not count.
-    Layers share the budget in proportion to 1 - g, and in each head the tokens with the largest sum of post-vision
-    attention stay (Sec. 4.2). All layers are known only at the end of the prompt, so the peak is that of a full cache.
+    Post-vision attention is that of the prompt's tokens behind the last visual one. A layer's sparsity g is the share
+    of its entries, over all heads, below `threshold` times their row's maximum (the paper's ThresholdFilter); hidden
+    pairs do not count. Layers share the budget in proportion to 1 - g (its sparsity-aware cache budget allocation), and
+    in each head the tokens with the largest sum of post-vision attention stay (its modality-aware token scoring). All
+    layers are known only at the end of the prompt, so the peak is that of a full cache.
 
     Not stated in the paper, or not clearly; we
     - keep the newest tokens for `recent` of the mean budget in every layer, inside the budget;
