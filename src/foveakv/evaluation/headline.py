@@ -1,0 +1,114 @@
+"""What a report says in words: what was run, what the figures mean, what to beware of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from foveakv.evaluation.strata import LEVEL
+from foveakv.evaluation.summary import FULL_AT_LEAST, Summary
+from foveakv.evaluation.tables import budget_text
+
+MEANING = (
+    "Accuracy is the share of the facts asked for that a reply gets right, so 100% is all of them; the full cache is the "
+    "yardstick, and random tokens are the floor. Intervals are 95% bootstrap intervals over items, and differences are "
+    "taken on the same items."
+)
+
+_SHOWN = ("torch", "transformers", "foveakv", "python")
+
+
+def facts(summary: Summary, starts: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Name and value of everything that a reader needs to repeat the run.
+
+    starts: from run.json, one per time that the run was started or taken up again.
+    """
+    plan = summary.plan
+    machines = [machine for start in starts for machine in start.get("machines", [])]
+    models = [machine["model"] for machine in machines if isinstance(machine.get("model"), dict)]
+    model = plan.model
+    if models:
+        first = models[0]
+        size = f", {first['parameters'] / 1e6:,.0f} million parameters" if first.get("parameters") else ""
+        parts = (first.get("dtype"), first.get("device"), first.get("attention"))
+        model += f" ({first.get('class', '')}{size}, {', '.join(str(part) for part in parts if part)})"
+    found = [
+        ("model", model),
+        ("tasks", f"{len(summary.tasks)}: {', '.join(summary.tasks)}"),
+        ("items", f"{plan.items} of each task"),
+        ("methods", ", ".join(summary.series)),
+        ("budgets", ", ".join(map(budget_text, summary.budgets)) or "none"),
+        ("results", _results(summary)),
+        ("seed", str(plan.seed)),
+        ("machine", "; ".join(dict.fromkeys(map(_machine, machines))) or "not recorded"),
+        ("versions", "; ".join(dict.fromkeys(map(_versions, machines))) or "not recorded"),
+    ]
+    times = [str(start["time"]) for start in starts if start.get("time")]
+    if times:
+        again = f", taken up again {len(times) - 1} times, last {times[-1]}" if len(times) > 1 else ""
+        found.append(("started", times[0] + again))
+    commands = list(dict.fromkeys(str(start["command"]) for start in starts if start.get("command")))
+    if commands:
+        found.append(("command", "; then ".join(commands)))
+    return found
+
+
+def warnings(summary: Summary) -> list[str]:
+    """What makes the figures weaker than they look. Empty for a complete run on good tasks."""
+    found = []
+    cells = summary.cells.values()
+    short = [cell for cell in cells if not cell.complete]
+    if short:
+        found.append(
+            f"This run is incomplete: {len(short)} of {len(summary.cells)} cells (a task with a candidate) have fewer "
+            f"items than planned. The number of items is in every table, and differences use common items only."
+        )
+    failed = sum(len(failure.cases) for failure in summary.failures)
+    if failed:
+        found.append(f"{failed} of {len(summary.results)} results ended with an error; they are listed under Failures.")
+    for state in summary.states.values():
+        found += [f"Task {state.name}: {reason}." for reason in state.reasons]
+    if summary.full is None:
+        found.append("The full cache was not run, so nothing can be compared with it and nothing is ranked.")
+    elif not summary.ranked:
+        found.append("No task can rank methods, so there is no leaderboard.")
+    if 0 < min((cell.n for cell in cells), default=0) < 20:
+        found.append("Some cells have fewer than 20 items; their intervals are too narrow.")
+    return found
+
+
+def rules() -> list[str]:
+    """How the figures are made."""
+    return [
+        f"A task ranks methods if the full cache gets at least {FULL_AT_LEAST:.0%} of its facts, and if the paired "
+        f"{LEVEL:.0%} interval of random at the smallest budget less full excludes 0. Other tasks are shown all the same.",
+        "Leaderboards: means over the ranking tasks, each counting the same. The rank follows the relative change against "
+        "full on the same items; equal changes share a rank. A method that lacks a ranking task has no rank.",
+        "An arrow and a coloured cell mark differences whose interval excludes 0: ▲ above, ▼ below. No correction is "
+        "made for looking at many differences at once.",
+        "Same leading tokens: the share of the full cache's reply tokens, counted from the first, that the method gives as "
+        "well. KL: mean divergence of the next-token distribution from the full cache's, over the scored tokens of all "
+        "items; 0 is equal.",
+        "Stored and peak bytes: storage on the compute device as a share of a full cache's for the same tokens. Time per "
+        "token: median over items of the time of a decoding step over the full cache's on the same item. Times are noisy "
+        "where other work runs on the machine.",
+        "Results with an error count nowhere but under Failures. An interval needs at least two items.",
+    ]
+
+
+def _results(summary: Summary) -> str:
+    planned = len(summary.plan.tasks) * len(summary.plan.entries) * summary.plan.items
+    good = sum(cell.n for cell in summary.cells.values())
+    failed = len(summary.results) - good
+    return f"{good:,} of {planned:,} planned" + (f", and {failed:,} with an error" if failed else "")
+
+
+def _machine(machine: dict[str, Any]) -> str:
+    parts = [machine.get("accelerator"), machine.get("cpu")]
+    text = ", ".join(str(part) for part in parts if part)
+    threads = machine.get("threads")
+    return text + (f", {threads} threads" if threads else "")
+
+
+def _versions(machine: dict[str, Any]) -> str:
+    versions = machine.get("versions") or {}
+    return ", ".join(f"{name} {versions[name]}" for name in _SHOWN if versions.get(name))

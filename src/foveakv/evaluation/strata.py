@@ -1,0 +1,98 @@
+"""Means over several tasks, each with its own items, and their bootstrap intervals.
+
+Every task counts the same, however many items it has. Items are drawn within each task (a stratified percentile
+bootstrap), and all methods of one comparison get the same draws, so that differences are paired. With a single task
+this is `bootstrap.paired`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
+import numpy as np
+
+from foveakv.evaluation.bootstrap import Floats, Interval
+
+LEVEL, DRAWS, SEED = 0.95, 2000, 0
+
+Scores = Mapping[Hashable, float]
+"""Item -> score, of one method on one task."""
+
+
+def common(methods: Sequence[Scores]) -> Floats:
+    """[n, methods]: the scores of the items that all of them have, in the first one's order."""
+    keys = [key for key in methods[0] if all(key in other for other in methods[1:])]
+    return np.array([[scores[key] for scores in methods] for key in keys], dtype=np.float64).reshape(-1, len(methods))
+
+
+def mean(tasks: Sequence[Floats], statistic: Callable[[Floats], Floats]) -> Interval:
+    """Interval of a statistic of the methods' means over tasks.
+
+    tasks: [n, methods] each, float64. statistic: means [..., methods] -> [...]. Without a task, or with one that has no
+    items, everything is NaN; with fewer than two items in a task the bounds are NaN, since nothing can be drawn.
+    """
+    count = sum(map(len, tasks))
+    if not tasks or min(map(len, tasks)) == 0:
+        return Interval(math.nan, math.nan, math.nan, count)
+    estimate = float(statistic(np.mean([task.mean(0) for task in tasks], axis=0)))
+    if min(map(len, tasks)) < 2 or math.isnan(estimate):
+        return Interval(estimate, math.nan, math.nan, count)
+    found = statistic(_draws(tasks))
+    found = found[~np.isnan(found)]
+    if not len(found):
+        return Interval(estimate, math.nan, math.nan, count)
+    low, high = np.quantile(found, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Interval(estimate, float(low), float(high), count)
+
+
+def relative(means: Floats) -> Floats:
+    """Column 0 over column 1, less 1. NaN where column 1 is 0."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(means[..., 1] == 0, np.nan, means[..., 0] / means[..., 1] - 1)
+
+
+def difference(means: Floats) -> Floats:
+    """Column 0 less column 1."""
+    return means[..., 0] - means[..., 1]
+
+
+def differences(methods: Sequence[Sequence[Scores]]) -> dict[tuple[int, int], Interval]:
+    """Interval of method i less method j for all i < j; methods[i][t] are its scores on task t.
+
+    Every pair is compared on the items that both have.
+    """
+    tasks = range(len(methods[0]) if methods else 0)
+    pairs = [(i, j) for i in range(len(methods)) for j in range(i + 1, len(methods))]
+    if tasks and all(methods[i][t].keys() == methods[0][t].keys() for i in range(len(methods)) for t in tasks):
+        columns = [common([method[t] for method in methods]) for t in tasks]
+        if min(map(len, columns)) >= 2:
+            return _all_pairs(columns, pairs)  # the same figures, drawn once for all pairs
+    return {(i, j): mean([common([methods[i][t], methods[j][t]]) for t in tasks], difference) for i, j in pairs}
+
+
+def _all_pairs(columns: Sequence[Floats], pairs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Interval]:
+    if not pairs:
+        return {}
+    left, right = (list(side) for side in zip(*pairs, strict=True))
+    means = np.mean([column.mean(0) for column in columns], axis=0)
+    draws = _draws(columns)
+    bounds = np.quantile(draws[:, left] - draws[:, right], [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
+    count = sum(map(len, columns))
+    return {
+        (i, j): Interval(float(means[i] - means[j]), float(bounds[0, k]), float(bounds[1, k]), count)
+        for k, (i, j) in enumerate(pairs)
+    }
+
+
+def _draws(tasks: Sequence[Floats]) -> Floats:
+    """[draws, methods]: mean over tasks of the means of items drawn with replacement."""
+    generator = np.random.default_rng(SEED)
+    total = np.zeros((DRAWS, tasks[0].shape[1]))
+    for task in tasks:
+        chosen = generator.integers(0, len(task), (DRAWS, len(task)))
+        # How often each item was drawn, times its scores: no [draws, n, methods] tensor.
+        offsets = np.arange(DRAWS)[:, None] * len(task)
+        counts = np.bincount((chosen + offsets).ravel(), minlength=DRAWS * len(task)).reshape(DRAWS, len(task))
+        total += counts @ task / len(task)
+    return total / len(tasks)

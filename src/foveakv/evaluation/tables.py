@@ -1,0 +1,285 @@
+"""A report's tables as plain values, which the page, the Markdown file and the tests all read."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from foveakv.budget import Budget
+from foveakv.compare import size_text
+from foveakv.evaluation.bootstrap import Interval
+from foveakv.evaluation.results import FULL
+from foveakv.evaluation.summary import FLOOR, Board, Candidate, Cell, Differences, Summary
+
+NONE = "\u2013"  # an en dash: no figure
+_MINUS = "\u2212"  # as wide as a plus
+
+Kind = Literal["", "better", "worse", "muted"]
+
+
+@dataclass(frozen=True)
+class Text:
+    """A table's cell. small: stands behind it, quieter. kind: how it is marked. series: whose colour stands before."""
+
+    main: str
+    small: str = ""
+    kind: Kind = ""
+    series: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.main} {self.small}".rstrip()
+
+
+@dataclass(frozen=True)
+class Table:
+    """columns: their titles; the first is text, the others are numbers, right-aligned, unless `words` names them."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Text, ...], ...]
+    notes: tuple[str, ...] = ()
+    words: frozenset[int] = frozenset({0})
+    grid: bool = False  # a matrix: narrow cells, the small part on a line of its own
+
+
+def budget_text(budget: Budget | None) -> str:
+    """10%, 1024 tokens, 512MiB."""
+    if budget is None:
+        return "no budget"
+    if budget.kind == "ratio":
+        return f"{float(100 * budget.value):.6g}%"
+    return f"{int(budget.value):,} tokens" if budget.kind == "tokens" else size_text(float(budget.value))
+
+
+def candidate_text(candidate: Candidate) -> Text:
+    """The series in a table whose title says the budget."""
+    return Text(candidate.series, series=candidate.series)
+
+
+def number(value: float | None, digits: int = 2) -> str:
+    return NONE if value is None or math.isnan(value) else f"{value:.{digits}f}"
+
+
+def percent(value: float | None, digits: int = 1) -> str:
+    return NONE if value is None or math.isnan(value) else f"{_no_minus_zero(100 * value, digits):.{digits}f}"
+
+
+def signed(value: float, digits: int = 1) -> str:
+    """In percent (points), with a sign; a true minus, so that columns line up."""
+    if math.isnan(value):
+        return NONE
+    value = _no_minus_zero(100 * value, digits)
+    return f"{value:+.{digits}f}".replace("-", _MINUS) if value else f"{value:.{digits}f}"
+
+
+def small_number(value: float | None) -> str:
+    """For what runs over many powers of ten: 1.23, 0.045, 3.2e-5."""
+    if value is None or math.isnan(value):
+        return NONE
+    if value == 0:
+        return "0"
+    if abs(value) >= 0.001:
+        return f"{value:.2f}" if abs(value) >= 1 else f"{value:.2g}"
+    digits, power = f"{value:.1e}".split("e")
+    return f"{digits}e{int(power)}"
+
+
+def accuracy(found: Interval) -> Text:
+    return Text(percent(found.mean), f"[{percent(found.low)}, {percent(found.high)}]" if found.known else "")
+
+
+def change(found: Interval | None, *, mark: bool = True) -> Text:
+    """A difference; where the interval excludes 0 there is an arrow, and the cell is marked."""
+    if found is None or not found.n or math.isnan(found.mean):
+        return Text(NONE, kind="muted")
+    small = f"[{signed(found.low)}, {signed(found.high)}]" if found.known else ""
+    if not mark or not found.excludes(0):
+        return Text(signed(found.mean), small)
+    up = found.mean > 0
+    return Text(f"{'▲' if up else '▼'} {signed(found.mean)}", small, "better" if up else "worse")
+
+
+def items(cell: Cell) -> Text:
+    """How many items; where some are missing, of how many, and how many failed."""
+    if cell.complete:
+        return Text(str(cell.n))
+    failed = f", {cell.failed} failed" if cell.failed else ""
+    return Text(f"{cell.n} of {cell.planned}", failed.lstrip(", "), "worse")
+
+
+def leaderboard(board: Board, summary: Summary) -> Table:
+    """Best first; the full cache leads without a rank."""
+    rows = []
+    for row in board.rows:
+        rank = Text(NONE if row.rank is None else str(row.rank))
+        name = candidate_text(row.candidate)
+        if row.candidate.method == FLOOR:
+            name = Text(name.main, "floor", series=name.series)
+        count = Text(str(row.n), "incomplete" if row.short or row.missing else "", "worse" if row.short else "")
+        is_full = row.candidate.method == FULL
+        rows.append((
+            name, rank, Text(percent(row.score)), Text(NONE, "yardstick", "muted") if is_full else change(row.change),
+            Text(NONE, kind="muted") if row.floor is None else change(row.floor), count,
+            Text(percent(row.stored)), Text(number(row.time)),
+        ))  # fmt: skip
+    notes = []
+    if not board.has_floor:
+        notes.append("random was not run at this budget, so there is no floor here")
+    for row in board.rows:
+        if row.missing:
+            notes.append(f"{row.candidate.label} has no rank: no result on {', '.join(row.missing)}")
+        if row.short:
+            notes.append(f"{row.candidate.label} has fewer items than planned on {', '.join(row.short)}")
+    title = "Methods without a budget" if board.budget is None else f"Budget {budget_text(board.budget)}"
+    return Table(
+        title,
+        (
+            "method", "rank", "accuracy, %", "change against full, %", "above random, points", "items",
+            "stored bytes, % of full", "time per token, full = 1",
+        ),
+        tuple(rows),
+        tuple(notes),
+    )  # fmt: skip
+
+
+def task_states(summary: Summary) -> Table:
+    rows = []
+    for state in summary.states.values():
+        use = "ranks methods" if state.ranked else "not used to rank"
+        rows.append((
+            Text(state.name, state.title), accuracy(state.full), Text(str(state.full.n)), change(state.floor),
+            Text(use, kind="" if state.ranked else "worse"), Text("; ".join(state.reasons)),
+        ))  # fmt: skip
+    labels = {state.floor_label for state in summary.states.values() if state.floor_label}
+    floor = f"{' / '.join(sorted(labels))} less full, points" if labels else "random less full, points"
+    return Table(
+        "Tasks",
+        ("task", "full cache, accuracy %", "items", floor, "use", "why"),
+        tuple(rows),
+        words=frozenset({0, 4, 5}),
+    )
+
+
+def task_table(summary: Summary, task: str, budget: Budget | None) -> Table:
+    """All figures of one task at one budget, the best first; the full cache leads."""
+    candidates = sorted(summary.at(budget), key=lambda c: _worst_last(summary.cells[task, c.label]))
+    cells = [summary.cells[task, c.label] for c in ([summary.full] if summary.full else []) + candidates]
+    likelihood = any(cell.log_likelihood is not None for cell in cells)
+    known = {c.label: c for c in summary.candidates}
+    rows = []
+    for cell in cells:
+        is_full = known[cell.label].method == FULL
+        row = [
+            candidate_text(known[cell.label]), items(cell), accuracy(cell.accuracy),
+            Text(NONE, kind="muted") if is_full else change(cell.change),
+            Text(percent(cell.match)), Text(small_number(cell.kl)), Text(f"{cell.scored:,}"),
+            Text(percent(cell.stored)), Text(percent(cell.peak)), Text(size_text(cell.host) if cell.host else "0 B"),
+            Text(number(cell.time)),
+        ]  # fmt: skip
+        rows.append(tuple([*row, Text(number(cell.log_likelihood, 3))] if likelihood else row))
+    columns = [
+        "method", "items", "accuracy, %", "change against full, points", "same leading tokens, %", "KL, nats per token",
+        "scored tokens", "stored bytes, % of full", "peak bytes, % of full", "host bytes per item",
+        "time per token, full = 1",
+    ]  # fmt: skip
+    title = f"{task}, {budget_text(budget)}" if budget else f"{task}, methods without a budget"
+    return Table(title, tuple(columns + ["log-likelihood, nats per token"] * likelihood), tuple(rows))
+
+
+def matrix(found: Differences, title: str, names: dict[str, str]) -> Table:
+    """Row less column. A marked cell's interval excludes 0."""
+    rows = []
+    for i, label in enumerate(found.labels):
+        cells = [Text("", kind="muted") if i == j else change(found.at(i, j)) for j in range(len(found.labels))]
+        rows.append((Text(names[label], series=names[label]), *cells))
+    counts = {pair.n for pair in found.pairs.values()}
+    notes = []
+    if len(counts) == 1:
+        notes.append(f"{counts.pop()} common items for every pair")
+    elif counts:
+        notes.append(f"pairs have {min(counts)} to {max(counts)} common items")
+    marked = sum(pair.excludes(0) for pair in found.pairs.values())
+    notes.append(
+        f"{marked} of {len(found.pairs)} pairs are marked; about {0.05 * len(found.pairs):.0f} would be by chance "
+        "alone if all methods were the same"
+    )
+    return Table(title, ("row less column, points", *(names[label] for label in found.labels)), tuple(rows),
+                 tuple(notes), grid=True)  # fmt: skip
+
+
+def chunks(summary: Summary) -> Table | None:
+    """What methods with a store fetched; None where none did."""
+    rows = []
+    for candidate in sorted(summary.candidates, key=lambda c: (c.series, c.place)):
+        for task in summary.tasks:
+            cell = summary.cells[task, candidate.label]
+            if cell.retrieved is not None:
+                rows.append((
+                    Text(candidate.series, series=candidate.series), Text(budget_text(candidate.budget)), Text(task),
+                    Text(str(cell.n)), Text(f"{cell.retrieved:,.0f}"), Text(percent(cell.hits)),
+                    Text(size_text(cell.host or 0)),
+                ))  # fmt: skip
+    columns = ("method", "budget", "task", "items", "slots chosen from the store, per item",
+               "of these chosen by the step before too, %", "host bytes per item")  # fmt: skip
+    return Table("Chunks fetched", columns, tuple(rows), words=frozenset({0, 2})) if rows else None
+
+
+def leaderboard_json(summary: Summary) -> dict[str, Any]:
+    """All boards and cells as plain values; a figure that is not there is null."""
+    return {
+        "plan": summary.plan.to_dict(),
+        "ranking_tasks": summary.ranked,
+        "tasks": [
+            {
+                "task": state.name, "full": _interval(state.full), "random_less_full": _interval(state.floor),
+                "random": state.floor_label, "ranked": state.ranked, "reasons": state.reasons,
+            }
+            for state in summary.states.values()
+        ],
+        "leaderboards": [
+            {
+                "budget": board.budget.text if board.budget else None,
+                "rows": [
+                    {
+                        "rank": row.rank, "label": row.candidate.label, "method": row.candidate.method,
+                        "accuracy": _plain(row.score), "relative_change": _interval(row.change),
+                        "above_random": _interval(row.floor), "items": row.n, "stored_share": _plain(row.stored),
+                        "time_ratio": _plain(row.time), "missing": list(row.missing), "incomplete": list(row.short),
+                    }
+                    for row in board.rows
+                ],
+            }
+            for board in summary.boards
+        ],
+        "cells": [_cell(cell) for cell in summary.cells.values()],
+        "failures": [{"error": f.error, "cases": [list(case) for case in f.cases]} for f in summary.failures],
+    }  # fmt: skip
+
+
+def _cell(cell: Cell) -> dict[str, Any]:
+    return {name: _json(value) for name, value in vars(cell).items()}
+
+
+def _json(value: Any) -> Any:
+    if isinstance(value, Interval):
+        return _interval(value)
+    return _plain(value) if isinstance(value, float) else value
+
+
+def _interval(found: Interval | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    return {"mean": _plain(found.mean), "low": _plain(found.low), "high": _plain(found.high), "n": found.n}
+
+
+def _plain(value: float | None) -> float | None:
+    return None if value is None or math.isnan(value) else value
+
+
+def _worst_last(cell: Cell) -> tuple[bool, float, str]:
+    return cell.n == 0, -cell.accuracy.mean if cell.n else 0.0, cell.label
+
+
+def _no_minus_zero(value: float, digits: int) -> float:
+    return 0.0 if round(value, digits) == 0 else value
