@@ -28,7 +28,22 @@ from foveakv.errors import (
 from foveakv.inputs import build_inputs
 from foveakv.session import compress
 
-BUDGETED = ["adakv", "h2o", "hae", "hybridkv", "lookm", "prefixkv", "random", "snapkv", "streaming", "vlcache"]
+BUDGETED = [
+    "adakv",
+    "h2o",
+    "hae",
+    "hybridkv",
+    "lookm",
+    "mixkv",
+    "prefixkv",
+    "pyramidkv",
+    "quest",
+    "random",
+    "snapkv",
+    "sparsemm",
+    "streaming",
+    "vlcache",
+]
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +123,10 @@ def test_a_class_or_a_name_is_not_a_method(model: Any) -> None:
     ("h2o", {"heavy_ratio": 1.5}),
     ("snapkv", {"window": 0}),
     ("adakv", {"floor": -1}),
+    ("pyramidkv", {"beta": 0}),
+    ("sparsemm", {"ratio": 1.1}),
+    ("mixkv", {"intrinsic": "norm"}),
+    ("quest", {"page_size": 0}),
     ("fastv", {"ratio": 0.0}),
     ("mustdrop", {"layers": "two"}),
     ("lookm", {"merge": "sum"}),

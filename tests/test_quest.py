@@ -8,6 +8,7 @@ import families
 import matrix
 import pytest
 import torch
+from masked_reference import largest_difference, masked, recorded
 from torch import Tensor
 
 import foveakv
@@ -153,3 +154,29 @@ def test_a_budget_for_everything_stores_no_pages() -> None:
         model.generate(**inputs, max_new_tokens=2)
         assert not any(layer.extra_memory for layer in session.cache.compressed)
         assert session.report.retrieved == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_beams_turns_and_copies(dtype: torch.dtype) -> None:
+    """Tables of chosen pages follow their sequences; in place (float32 on a CPU kernel) and in slots (float64)."""
+    model, inputs = matrix.model("llava", dtype), families.batch("llava", dtype=dtype).inputs
+    method, tolerance = matrix.method("quest"), 1e-4 if dtype == torch.float32 else 1e-6
+    run = matrix.compressed(model, method, inputs, num_beams=3)
+    assert run.session.report.retrieved > 0
+    matrix.check_against_reference(model, run, inputs, tolerance, num_beams=3)
+    matrix.check_storage(run)
+    rows = [families.row("llava", images=2), families.row("llava", images=1, seed=1)]
+
+    def talk() -> list[Tensor]:
+        turn = families.first_turn("llava", rows, dtype)
+        first = model.generate(**turn.inputs, **matrix.GREEDY)
+        turn = families.next_turn("llava", model, turn, first.sequences, image=True)
+        cache = matrix.cache_of(first)
+        second = model.generate(**turn.inputs, **matrix.GREEDY, past_key_values=cache)
+        return [first.sequences, second.sequences]
+
+    with foveakv.compress(model, method, trace=True) as session, recorded(model) as got:
+        tokens, trace = talk(), list(session.trace)
+    with masked(model, trace), recorded(model) as want:
+        assert all(torch.equal(a, b) for a, b in zip(talk(), tokens, strict=True))
+    assert largest_difference(got, want) < tolerance
