@@ -18,7 +18,7 @@ from foveakv.errors import InputError, UnsupportedModeError
 from foveakv.evaluation import items
 from foveakv.evaluation.cards import digit_card, glyphs
 from foveakv.evaluation.grading import grade
-from foveakv.evaluation.items import Item, Task, Turn
+from foveakv.evaluation.items import Item, Turn
 from foveakv.evaluation.replay import read, record, replay
 from foveakv.evaluation.results import Result
 from foveakv.evaluation.speaking import Reply, Speaker
@@ -38,15 +38,7 @@ def loaded() -> Loaded:
 @pytest.fixture(scope="module")
 def item() -> Item:
     turns = (Turn("<image><image> what is it?", ("a", "b"), max_new_tokens=6), Turn("and?", ("c",), max_new_tokens=5))
-    return Item("two", 0, 0, (tiny_folder.picture(1), tiny_folder.picture(2)), turns)
-
-
-@pytest.fixture(autouse=True)
-def two() -> Any:
-    task = Task("two", "two turns", lambda rng: ((), ()), long=True)
-    items.register(task)
-    yield
-    items._TASKS.pop("two")
+    return Item("two", 0, 0, (tiny_folder.picture(1), tiny_folder.picture(2)), turns, long=True)
 
 
 @pytest.mark.parametrize("family", REPLAYED)
@@ -189,10 +181,10 @@ def test_agreement_by_hand() -> None:
     sure = torch.tensor([[math.log(3.0), 0.0]])  # 3/4, 1/4
     full = [Reply([0, 0, 0], torch.cat([uniform, sure, sure]))]
     ours = [Reply([0, 0, 0], torch.cat([sure, sure, -sure]))]
-    match, kl, scored = agreement(full, ours)
-    assert (match, scored) == (0.5, 2)
+    match, equal, kl, scored = agreement(full, ours)
+    assert (match, equal, scored) == (0.5, 0.5, 2)
     assert kl == pytest.approx((0 + 0.75 * math.log(3) + 0.25 * math.log(1 / 3)) / 2)
-    assert agreement([Reply([0], uniform)], [Reply([0], sure)]) == (1.0, None, 0)
+    assert agreement([Reply([0], uniform)], [Reply([0], sure)]) == (1.0, 1.0, None, 0)
 
 
 def test_grades_by_hand() -> None:
@@ -209,8 +201,6 @@ def test_grades_by_hand() -> None:
 
 def test_items_are_made_again_by_number_and_seed() -> None:
     for name in items.available():
-        if name == "two":
-            continue
         task = items.find(name)
         one, again, other, seeded = task.item(3), task.item(3), task.item(4), task.item(3, seed=1)
         assert one.turns == again.turns

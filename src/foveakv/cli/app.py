@@ -15,6 +15,7 @@ from foveakv.cli.generate import generate
 from foveakv.cli.info import doctor, methods, models
 from foveakv.cli.kernels import kernels
 from foveakv.cli.show import show
+from foveakv.cli.tune import tune
 
 app = typer.Typer(
     name="foveakv",
@@ -23,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate, compare, show, methods, models, doctor):
+for command in (generate, compare, show, tune, methods, models, doctor):
     app.command()(command)
 app.add_typer(evaluation, name="eval")
 app.add_typer(analyze, name="analyze")

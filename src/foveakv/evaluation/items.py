@@ -37,21 +37,24 @@ class Turn:
 
 @dataclass(frozen=True)
 class Item:
-    """One question, or several about the same pictures. `number` and `seed` make the same item again."""
+    """One question, or several about the same pictures. `number` and `seed` make the same item again.
+
+    long: the reply runs to a hundred tokens and more, so it is also scored by the full cache's log-likelihood.
+    """
 
     task: str
     number: int
     seed: int
     images: tuple[Image, ...]
     turns: tuple[Turn, ...]
+    long: bool = False
 
 
 @dataclass(frozen=True)
 class Task:
     """A kind of item. `make(rng)` draws pictures and turns; equal seeds give equal items.
 
-    title: a line for reports. long: replies run to a hundred tokens and more, so they are also scored by the full
-    cache's log-likelihood. ranked: methods are ranked by it; a control is only reported.
+    title: a line for reports. long: see `Item`. ranked: methods are ranked by it; a control is only reported.
     """
 
     name: str
@@ -66,7 +69,7 @@ class Task:
 
         digits = [seed, number, *self.name.encode("utf8")]
         images, turns = self.make(np.random.default_rng(digits))
-        return Item(self.name, number, seed, images, turns)
+        return Item(self.name, number, seed, images, turns, self.long)
 
 
 _TASKS: dict[str, Task] = {}

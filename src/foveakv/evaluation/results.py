@@ -29,7 +29,8 @@ class Result:
     settings hold it); label: "hybridkv 0.1"; settings: all its options.
     score: mean over turns of the share of facts that are right, 0 to 1.
     match: share of the full cache's reply tokens, counted from the first, that the method gives as well (all turns,
-    the full cache's earlier replies given). kl: mean Kullback-Leibler divergence, in nats, of the method's next-token
+    the full cache's earlier replies given). equal: share of all those tokens that the method gives as well, each behind
+    the full cache's tokens before it. kl: mean Kullback-Leibler divergence, in nats, of the method's next-token
     distribution from the full cache's, over `scored` tokens: those of the full cache's replies that were computed with
     the compressed cache (the first token of the first reply is not, its prefill sees everything).
     log_likelihood: mean log-probability that the full cache gives to the tokens of the method's own reply, in nats;
@@ -51,6 +52,7 @@ class Result:
     score: float | None = None
     turns: tuple[TurnResult, ...] = ()
     match: float | None = None
+    equal: float | None = None
     kl: float | None = None
     scored: int = 0
     log_likelihood: float | None = None

@@ -14,7 +14,6 @@ from torch import Tensor
 from foveakv.cache import CompressedCache
 from foveakv.compare import Candidate
 from foveakv.errors import UnsupportedModeError
-from foveakv.evaluation import items
 from foveakv.evaluation.grading import grade
 from foveakv.evaluation.items import Item
 from foveakv.evaluation.replay import Recording, read, record, replay
@@ -74,7 +73,7 @@ class Bench:
         given = talk
         if any(ours.tokens != theirs.tokens for ours, theirs in zip(talk.replies, full.replies, strict=True)):
             given = prompt.talk(method, given=[reply.tokens for reply in full.replies])
-        match, kl, scored = agreement(full.replies, given.replies)
+        match, equal, kl, scored = agreement(full.replies, given.replies)
         turns = tuple(
             TurnResult(
                 turn.text, text := self.speaker.text(reply.tokens), turn.answer, grade(turn, text), len(turn.facts),
@@ -89,9 +88,10 @@ class Bench:
             score=sum(turn.score for turn in turns) / len(turns),
             turns=turns,
             match=match,
+            equal=equal,
             kl=kl,
             scored=scored,
-            log_likelihood=prompt.likelihood(full, talk) if items.find(item.task).long else None,
+            log_likelihood=prompt.likelihood(full, talk) if item.long else None,
             context=prompt.tokens,
             stored_bytes=totals["stored_bytes"],
             full_bytes=totals["full_bytes"],
@@ -167,11 +167,12 @@ class _Prompt:
         return float(logits.log_softmax(-1).gather(-1, chosen).mean())
 
 
-def agreement(full: Sequence[Reply], method: Sequence[Reply]) -> tuple[float, float | None, int]:
-    """How near a method is to the full cache on the full cache's own replies: match, kl, scored (see `Result`).
+def agreement(full: Sequence[Reply], method: Sequence[Reply]) -> tuple[float, float, float | None, int]:
+    """How near a method is to the full cache on the full cache's own replies: match, equal, kl, scored (see `Result`).
 
     Both hold the logits behind the same tokens. The first token of the first reply is left out: it is chosen by the
-    prefill, which sees the whole prompt. Without any other token match is 1 and kl is None.
+    prefill, which sees the whole prompt. Without any other token, match
+    and equal are 1 and kl is None.
     """
     same: list[bool] = []
     divergence: list[Tensor] = []
@@ -181,9 +182,9 @@ def agreement(full: Sequence[Reply], method: Sequence[Reply]) -> tuple[float, fl
         divergence.append((p.exp() * (p - q)).sum(-1).clamp_min(0))
         same += (ours.logits[start:].argmax(-1) == theirs.logits[start:].argmax(-1)).tolist()
     if not same:
-        return 1.0, None, 0
-    equal = same.index(False) if False in same else len(same)
-    return equal / len(same), float(torch.cat(divergence).mean()), len(same)
+        return 1.0, 1.0, None, 0
+    match = same.index(False) if False in same else len(same)
+    return match / len(same), sum(same) / len(same), float(torch.cat(divergence).mean()), len(same)
 
 
 def _details(cache: CompressedCache) -> dict[str, Any] | None:

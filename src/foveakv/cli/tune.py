@@ -1,0 +1,124 @@
+"""`foveakv tune`: the smallest budget per method that agrees with the full cache on one's own prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from foveakv.cli import common
+from foveakv.cli.common import DebugOption, DeviceOption, DtypeOption, ModelOption, TrustOption
+from foveakv.errors import MethodError
+
+if TYPE_CHECKING:
+    from foveakv.tuning import Tuned
+
+
+@common.friendly
+def tune(
+    data: Annotated[Path, typer.Option(help='A folder with prompts.jsonl: {"prompt": "...", "images": ["a.png"]}.')],
+    model: ModelOption = "demo",
+    methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "hae,hybridkv,snapkv",
+    budgets: Annotated[
+        str | None, typer.Option(help="Budgets to try, separated by commas (default: 0.02 to 0.7).")
+    ] = None,
+    max_loss: Annotated[
+        float, typer.Option(help="Largest share of reply tokens that may differ, upper bound over the prompts.")
+    ] = 0.01,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=2, help="The longest reply.")] = 64,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="A setting as method.key=value; repeat it for more.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the bootstrap.")] = 0,
+    json: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    trust_remote_code: TrustOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Find the smallest budget per method whose replies agree with the full cache on your own prompts.
+
+    Example: foveakv tune --model demo --data prompts --max-loss 0.01
+    """
+    from foveakv.cli.settings import parse_assignments, parse_value
+    from foveakv.evaluation.trial import Bench
+    from foveakv.tuning import BUDGETS, FEW, read_prompts
+    from foveakv.tuning import tune as run
+
+    common.check_output_files(json)
+    names = [name.strip() for name in methods.split(",") if name.strip()]
+    texts = [text.strip() for text in budgets.split(",") if text.strip()] if budgets else []
+    values = [parse_value("budget", float | int | str, text) for text in texts] or list(BUDGETS)
+    grouped: dict[str, list[str]] = {}
+    for assignment in set_ or []:
+        name, dot, rest = assignment.partition(".")
+        if not dot or "=" in name:
+            raise MethodError(f"--set {assignment!r} is not of the form method.key=value")
+        grouped.setdefault(name, []).append(rest)
+    options = {name: parse_assignments(name, own) for name, own in grouped.items()}
+    prompts = read_prompts(data, max_new_tokens)
+    loaded = common.load_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    with common.messages().status("reading the prompts") as status:
+        found = run(
+            Bench(loaded), prompts, names, budgets=values, options=options, max_loss=max_loss, seed=seed,
+            progress=lambda done, total: status.update(f"prompt {done + 1} of {total}"),
+        )  # fmt: skip
+    _print(found, len(prompts), FEW)
+    if json is not None:
+        common.write_json(json, _plain(found, model, max_loss, len(prompts)))
+        common.messages().print(f"wrote {json}", highlight=False)
+    if all(tuned.best is None for tuned in found):
+        raise typer.Exit(common.EXIT_CODE)
+
+
+def _print(found: Sequence[Tuned], prompts: int, few: int) -> None:
+    from rich.table import Table
+
+    out = common.output()
+    table = Table(title=f"agreement with the full cache on {prompts} prompt{'s' if prompts != 1 else ''}")
+    for column in ("method", "budget", "tokens that differ", "upper bound", "stored / full", "holds"):
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for tuned in found:
+        for tried in tuned.tried:
+            best = tuned.best is tried
+            holds = "yes, the smallest" if best else "yes" if tried.holds(tuned.most) else "no"
+            table.add_row(
+                tuned.method, str(tried.budget), f"{tried.loss.mean:.2%}", f"{tried.loss.high:.2%}",
+                f"{tried.bytes:.1%}", f"{len(tried.errors)} failed" if tried.errors else holds,
+                style="bold" if best else None,
+            )  # fmt: skip
+        table.add_section()
+    out.print(table)
+    if prompts < few:
+        out.print(f"* {prompts} prompts are few: below {few} the bound says little")
+    for tuned in found:
+        for error in dict.fromkeys(error for tried in tuned.tried for error in tried.errors):
+            out.print(f"[bold red]failed:[/bold red] {escape(f'{tuned.method}: {error}')}", soft_wrap=True)
+    for tuned in found:
+        line = tuned.config() or f"# {tuned.method}: no budget keeps the loss within {tuned.most:.2%}"
+        out.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _plain(found: Sequence[Tuned], model: str, max_loss: float, prompts: int) -> dict[str, Any]:
+    from foveakv import environment
+
+    return {
+        "model": model, "max_loss": max_loss, "prompts": prompts, "environment": environment.describe(),
+        "methods": [
+            {
+                "method": tuned.method, "options": tuned.options, "config": tuned.config(),
+                "best": None if tuned.best is None else tuned.best.budget,
+                "tried": [
+                    {
+                        "budget": tried.budget, "loss": tried.loss.mean, "loss_upper": tried.loss.high,
+                        "prompts": tried.loss.n, "bytes_share": tried.bytes, "errors": list(tried.errors),
+                    }
+                    for tried in tuned.tried
+                ],
+            }
+            for tuned in found
+        ],
+    }  # fmt: skip

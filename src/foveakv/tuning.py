@@ -1,0 +1,153 @@
+"""The smallest budget per method that agrees with the full cache on a user's own prompts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foveakv.budget import parse_budget
+from foveakv.compare import candidates
+from foveakv.errors import InputError, MethodError
+from foveakv.evaluation.bootstrap import Interval, interval
+from foveakv.evaluation.items import Item, Turn
+from foveakv.inputs import PLACEHOLDER, read_image
+
+if TYPE_CHECKING:
+    from foveakv.evaluation.results import Result
+    from foveakv.evaluation.trial import Bench
+
+BUDGETS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7)
+FEW = 20
+"""With fewer prompts the bound says little, and the result says so."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One budget of a method. loss: share of the full cache's reply tokens that the method would not have given, over
+    prompts; bytes: stored bytes as a share of the full cache's; errors: prompts that failed."""
+
+    budget: float | int | str
+    loss: Interval
+    bytes: float
+    errors: tuple[str, ...]
+
+    def holds(self, most: float) -> bool:
+        """Whether the upper bound of the loss is known and within `most`, and no prompt failed."""
+        return not self.errors and self.loss.known and self.loss.high <= most
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A method's budgets, the largest first. best: the smallest that holds together with all larger ones."""
+
+    method: str
+    options: dict[str, Any]
+    tried: tuple[Tried, ...]
+    most: float
+
+    @property
+    def best(self) -> Tried | None:
+        held = list(itertools.takewhile(lambda tried: tried.holds(self.most), self.tried))
+        return held[-1] if held else None
+
+    def config(self) -> str | None:
+        """The line to paste; None where no budget held."""
+        if self.best is None:
+            return None
+        settings = "".join(f", {key}={value!r}" for key, value in {**self.options, "budget": self.best.budget}.items())
+        return f'foveakv.compress(model, foveakv.methods.get("{self.method}"{settings}))'
+
+
+def read_prompts(folder: Path, max_new_tokens: int = 64) -> list[Item]:
+    """The prompts of a folder: `prompts.jsonl`, each line {"prompt": "...", "images": ["a.png", ...]}.
+
+    `<image>` marks in the prompt say where pictures go, else they come first; files are named relative to the folder.
+    InputError: the file is missing or empty, or a line is damaged; the message has its number.
+    """
+    file = folder / "prompts.jsonl"
+    if not file.is_file():
+        raise InputError(f'{file} is missing: one line {{"prompt": "...", "images": ["a.png"]}} per prompt')
+    items = []
+    for number, line in enumerate(file.read_text(encoding="utf8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            text, names = entry["prompt"], entry.get("images", [])
+            if not isinstance(text, str) or not all(isinstance(name, str) for name in names):
+                raise TypeError("prompt is a text and images a list of names")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise InputError(f"{file}, line {number}: {type(error).__name__}: {error}") from error
+        images = tuple(read_image(folder / name) for name in names)
+        if images and PLACEHOLDER not in text:
+            text = PLACEHOLDER * len(images) + text
+        items.append(Item("prompts", number, 0, images, (Turn(text, (), max_new_tokens=max_new_tokens),)))
+    if not items:
+        raise InputError(f"{file} has no prompt")
+    return items
+
+
+def tune(
+    bench: Bench,
+    prompts: Sequence[Item],
+    methods: Sequence[str],
+    *,
+    budgets: Sequence[float | int | str] = BUDGETS,
+    options: dict[str, dict[str, Any]] | None = None,
+    max_loss: float = 0.01,
+    level: float = 0.95,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Tuned]:
+    """Tries all budgets with every method on every prompt.
+
+    A budget holds where the upper bootstrap bound (over prompts, at `level`) of the mean loss is at most `max_loss`.
+    The loss of a prompt is the share of the full cache's reply tokens, each behind the full cache's tokens before it,
+    that the method would not have given; the first token of a reply does not count, since the prefill sees everything.
+
+    Args:
+        options: further settings per method name. progress: called with (prompts done, prompts).
+
+    Raises:
+        MethodError: a method takes no budget. InputError: max_loss is no share; budgets of several kinds.
+    """
+    if not 0 <= max_loss < 1:
+        raise InputError(f"max_loss is a share of tokens from 0 to below 1; got {max_loss}")
+    parsed = {budget: parse_budget(budget) for budget in budgets}
+    if len({one.kind for one in parsed.values()}) != 1:
+        raise InputError("budgets to tune must all be shares, or all tokens, or all bytes, so that they have an order")
+    order = sorted(parsed, key=lambda budget: parsed[budget].value, reverse=True)
+    options = options or {}
+    chosen = candidates(methods, order, options)
+    for candidate in chosen:
+        if getattr(candidate.method, "budget", None) not in order:
+            raise MethodError(f"{candidate.label}: takes no budget to tune, or its settings hold one")
+    results: dict[str, list[Result]] = {candidate.label: [] for candidate in chosen}
+    for number, item in enumerate(prompts):
+        if progress is not None:
+            progress(number, len(prompts))
+        for result in bench.run(item, chosen):
+            results[result.label].append(result)
+    found = []
+    for name in dict.fromkeys(methods):
+        own = [candidate for candidate in chosen if candidate.method.name == name]
+        tried = tuple(_tried(candidate.method, results[candidate.label], level, seed) for candidate in own)
+        found.append(Tuned(name, dict(options.get(name, {})), tried, max_loss))
+    return found
+
+
+def _tried(method: Any, results: Sequence[Result], level: float, seed: int) -> Tried:
+    good = [result for result in results if result.error is None]
+    losses = [1 - result.equal for result in good if result.equal is not None and result.scored]
+    shares = [result.stored_bytes / result.full_bytes for result in good if result.stored_bytes and result.full_bytes]
+    return Tried(
+        method.budget,
+        interval(losses, level=level, seed=seed),
+        sum(shares) / len(shares) if shares else math.nan,
+        tuple(result.error for result in results if result.error is not None),
+    )
