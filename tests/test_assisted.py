@@ -36,7 +36,6 @@ def repetitive(family: str) -> Any:
         ("quest", {"budget": 1.0}),
         ("vlcache", {}),
         ("prefixkv", {}),
-        ("mustdrop", {}),
         ("lookm", {}),
         ("hybridkv", {"classify": "all_static"}),
         ("hybridkv", {"budget": 1.0, "theta_quantile": 0.5}),

@@ -113,6 +113,21 @@ def test_merges_on_numbers() -> None:
     assert torch.equal(values, before[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_sums_in_single(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, 1, 2, 40, 8).to(dtype).unbind()
+    keep = torch.zeros(1, 2, 40, dtype=torch.bool)
+    keep[..., ::7] = True
+    real = torch.ones(1, 40, dtype=torch.bool)
+    for how in ("pivot", "mean", "weighted"):
+        got = merged(keys, values, keep, real, how)
+        want = merged(keys.double(), values.double(), keep, real, how)
+        for one, other in zip(got, want, strict=True):
+            assert one.dtype == dtype
+            assert torch.allclose(one.double(), other, rtol=torch.finfo(dtype).eps, atol=1e-5)
+
+
 def test_text_first() -> None:
     scores = torch.tensor([9.0, 1.0, 8.0, 2.0, 7.0, 3.0, 0.0, 5.0])[None, None]
     text = torch.tensor([False, True, False, True, False, True, False, True])[None]

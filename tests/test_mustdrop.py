@@ -124,6 +124,16 @@ def test_layers_that_the_model_has_not_are_passed_over(setting: Any) -> None:
         matrix.compressed(model, MustDrop(), families.prompt(FAMILY, images=0), max_new_tokens=1)
 
 
+@families.images_in_chunks
+def test_a_prompt_in_chunks_keeps_the_same() -> None:
+    model, inputs = matrix.model("qwen2_5_vl", torch.float64), families.batch("qwen2_5_vl", dtype=torch.float64).inputs
+    whole = matrix.compressed(model, matrix.method("mustdrop"), inputs)
+    chunked = matrix.compressed(model, matrix.method("mustdrop"), inputs, prefill_chunk_size=16)
+    assert torch.equal(whole.tokens, chunked.tokens)
+    for one, other in zip(matrix.positions_held(whole), matrix.positions_held(chunked), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_pictures_are_numbered() -> None:
     kinds = torch.tensor([[PAD, IMAGE, TEXT, IMAGE, IMAGE, VIDEO], [TEXT, TEXT, VIDEO, VIDEO, TEXT, IMAGE]])
     index = torch.tensor([[-1, 0, -1, 1, 1, 0], [-1, -1, 0, 0, -1, 0]])
