@@ -5,10 +5,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import Simulation
+from test_kernels import make
 from torch import Tensor
 
 from foveakv.budget import Geometry, parse_budget
+from foveakv.kernels import build, cpu, cpu_scores
 from foveakv.methods.ddes import RecycleBin
+
+needs_kernel = pytest.mark.skipif(cpu.problem() is not None, reason=f"no CPU kernel here: {cpu.problem()}")
 
 
 def start(scores: list[float], heads: int = 1) -> Tensor:
@@ -255,6 +259,96 @@ def test_mark_with_restore_drops_what_rerank_drops(seed, size, score):
         attention = torch.rand(1, 2, runs[0].seen + 1, generator=generator) ** 4
         assert runs[0].step(attention) == runs[1].step(attention)
         assert runs[0].counts == runs[1].counts
+
+
+@needs_kernel
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    batch=st.integers(1, 2),
+    heads=st.sampled_from([1, 2, 4, 15, 32]),
+    size=st.sampled_from([1, 1, 2, 5]),
+    per_head=st.booleans(),
+    sink=st.integers(0, 2),
+    recent=st.integers(0, 4),
+    columns=st.sampled_from([9, 40, 600]),
+    ties=st.booleans(),
+    threads=st.sampled_from([1, 3]),
+    news=st.lists(st.sampled_from([1, 1, 1, 1, 3]), min_size=1, max_size=10),
+)
+def test_one_pass_drops_marks_and_counts_what_separate_steps_do(
+    seed: int, batch: int, heads: int, size: int, per_head: bool, sink: int, recent: int, columns: int, ties: bool,
+    threads: int, news: list[int],
+) -> None:  # fmt: skip
+    """Prompts with gaps, sizes per sequence, equal scores; sums over 16 heads or more of whole numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    ties = ties or (heads >= 16 and not per_head)
+
+    def drawn(*shape: int) -> Tensor:
+        return (
+            torch.randint(0, 3, shape, generator=generator).float() if ties else torch.rand(shape, generator=generator)
+        )
+
+    scores = drawn(batch, heads, columns)
+    keep = (torch.rand(batch, 1, columns, generator=generator) < 0.8).expand(batch, heads, -1)
+    steady = [sink + recent + columns // 2 + i for i in range(batch)]
+    rules = RecycleBin(size=size, per_head=per_head, sink=sink)
+    fast, plain = (Simulation(rules, scores, steady, recent, keep) for _ in range(2))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for new in news:
+            attention = drawn(batch, heads, fast.seen + new)
+            fast.step(attention, new)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(cpu_scores, "usable", lambda *_: False)
+                plain.step(attention, new)
+            assert torch.equal(fast.segments.positions(), plain.segments.positions())
+            for field in ("score", "marked")[: 1 + (size > 1)]:
+                assert torch.equal(fast.segments.field(field), plain.segments.field(field)), field
+            assert fast.counts == plain.counts
+            assert torch.equal(fast.state["marked"], plain.state["marked"])
+            assert fast.cache.state == plain.cache.state
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_kernel
+@pytest.mark.parametrize("threads", [1, 2])
+def test_one_pass_over_many_slots(threads: int) -> None:
+    """Long enough for more than one thread; of equals the lowest place, marked ones are passed over."""
+    generator = torch.Generator().manual_seed(0)
+    runs = make(torch.tensor([[40_000, 40_000]]), torch.float32, 1, 1)
+    score = torch.randint(1, 9, (runs.keys.shape[0],), generator=generator).float()
+    marked = torch.rand(score.shape, generator=generator) < 0.9
+    mass = torch.randint(1, 9, (1, 2, 40_000), generator=generator).float()
+    rows = runs.start[:, None] + torch.arange(40_000)
+    marked[rows[1]] = marked[rows[0]]
+    sums = (score[rows] + mass[0]).sum(0)
+    order = sums.masked_fill(marked[rows[0]], torch.inf)
+    order[:11], order[39_000:] = torch.inf, torch.inf
+    want = int(order.argmin())
+    torch.set_num_threads(threads)
+    found = cpu_scores.add_and_find(
+        runs, score, mass, [11], [39_000], per_head=False, by_position=False, marked=marked
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    assert found.tolist() == [[[want]]]
+    assert marked[rows[:, want]].all()
+    assert torch.equal(score[rows].sum(0), sums)
+
+
+@needs_kernel
+def test_one_pass_refuses_what_does_not_fit() -> None:
+    assert build.KERNEL.library().foveakv_ranking_size() == cpu_scores.RANKING.size
+    runs = make(torch.tensor([[9, 9]]), torch.float32)
+    score, mass = torch.zeros(runs.keys.shape[0]), torch.zeros(1, 2, 9)
+    assert cpu_scores.usable(score, mass)
+    assert not cpu_scores.usable(score.double(), mass.double())
+    with pytest.raises(ValueError, match="bounds"):
+        cpu_scores.add_and_find(runs, score, mass, [0], [9], per_head=True, by_position=False)
+    with pytest.raises(ValueError, match="beyond their buffers"):
+        cpu_scores.add_and_find(runs, score[:3], mass, [0], [9], per_head=False, by_position=False)
 
 
 def test_shrink_brings_the_prompt_to_the_steady_size():

@@ -145,6 +145,11 @@ class Once:
                 raise BuildError(self._reason)
             return self._library
 
+    @property
+    def loaded(self) -> ctypes.CDLL | None:
+        """The library, if this process uses it already; builds and loads nothing."""
+        return self._library
+
     def problem(self) -> str | None:
         """None if there is a kernel; builds and loads it first."""
         if self._library is not None:

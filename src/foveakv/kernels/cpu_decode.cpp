@@ -521,6 +521,7 @@ struct Piece {
   int64_t run, begin, end;  // slots: the chosen chunks' tokens first, then what the segments hold
   int64_t number, of;       // among the run's pieces
   int64_t partial;          // where partial results go, if it is one of several
+  int64_t first_tile;       // where its tiles' largest scores go
 };
 
 template <class T>
@@ -533,7 +534,8 @@ struct Decode {
   int64_t partials = 0, threads = 1;
   int64_t row_step, out_step;  // of padded rows
   int64_t first_row = 0, rows = 0;  // of this pass
-  Floats partial_out, partial_top, partial_sum, scores;
+  Floats partial_out, partial_top, partial_sum;
+  Floats kept, kept_top;  // for a mass: the weights of own slots, and the largest score that a tile's were taken to
 
   explicit Decode(const Arguments& arguments)
       : a(arguments), row_step(padded<T>(a.dim)), out_step(padded<T>(a.value_dim)) {}
@@ -563,7 +565,7 @@ struct Decode {
                                         : std::max(SHORTEST_PIECE, (total + most_pieces - 1) / most_pieces);
     first_partial.resize(a.runs);
     score_offset.resize(a.runs);
-    int64_t offset = 0;
+    int64_t offset = 0, tiles = 0;
     for (int64_t run = 0; run < a.runs; ++run) {
       const int64_t length = slots(run), count = std::max<int64_t>(1, (length + wanted - 1) / wanted);
       const int64_t step = ((length + count - 1) / count + TILE - 1) / TILE * TILE;
@@ -571,8 +573,10 @@ struct Decode {
       score_offset[run] = offset;
       offset += a.length[run];
       const int64_t of = std::max<int64_t>(1, step ? (length + step - 1) / step : 1);
-      for (int64_t i = 0; i < of; ++i)
-        pieces.push_back({run, i * step, std::min(length, (i + 1) * step), i, of, partials + i});
+      for (int64_t i = 0; i < of; ++i) {
+        pieces.push_back({run, i * step, std::min(length, (i + 1) * step), i, of, partials + i, tiles});
+        tiles += step / TILE + 1;
+      }
       if (of > 1) partials += of;
     }
     // Long pieces first, so that no thread begins a long one when the others are done.
@@ -584,7 +588,10 @@ struct Decode {
       partial_top = floats(partials * most);
       partial_sum = floats(partials * most);
     }
-    if (a.mass) scores = floats(offset * most);
+    if (a.mass) {
+      kept = floats(offset * most);
+      kept_top = floats(tiles * most);
+    }
     return OK;
   }
 
@@ -619,6 +626,7 @@ struct Decode {
     const Floats memory = floats(rows * row_floats + (copies ? std::max(row_step, out_step) : 0));
     Work w;
     w.run = piece.run;
+    w.kept_top = a.mass ? kept_top.get() + piece.first_tile * rows : nullptr;
     w.query = memory.get();
     w.out = w.query + rows * row_step;
     w.weights = w.out + rows * out_step;
@@ -723,6 +731,7 @@ struct Decode {
     int64_t run;
     float *query, *out, *weights;  // [rows, row_step], [rows, out_step], [rows, TILE]
     float *totals, *zeros;  // [rows, LANES]: sums of weights, and of weighted zeros, still one per lane
+    float* kept_top;  // [rows] of the next own tile
     float *plain, *copied;  // where there are copies: query rows without scales, and one row of a copy
     float top[ROWS], bias[ROWS];
   };
@@ -752,10 +761,7 @@ struct Decode {
     for (int g = 0; g < rows; ++g) {
       float* s = w.weights + g * TILE;
       for (int k = count; k < filled; ++k) s[k] = NOTHING;
-      if (own >= 0) {
-        if (a.mask) hide(s, w.run, g, own, count);
-        if (a.mass) std::copy(s, s + count, scores.get() + (score_offset[w.run] * rows) + g * a.length[w.run] + own);
-      }
+      if (own >= 0 && a.mask) hide(s, w.run, g, own, count);
       Vec most = splat(NOTHING);
       for (int k = 0; k < filled; k += LANES) most = larger(load(s + k), most);
       const float highest = largest(most), before = w.top[g];
@@ -777,6 +783,10 @@ struct Decode {
         all += weight;
       }
       store(w.totals + g * LANES, all);
+      if (a.mass && own >= 0) {
+        std::copy(s, s + count, kept.get() + score_offset[w.run] * rows + g * a.length[w.run] + own);
+        *w.kept_top++ = w.top[g];
+      }
     }
     if constexpr (T::CODES) take_value_scales(w, values, count, filled, copies);
     for (int block = 0; block < blocks; ++block) {
@@ -896,23 +906,25 @@ struct Decode {
     }
   }
 
-  // mass[slot] += sum over rows of e^(score - log-sum-exp)
+  // mass[slot] += sum over rows of weight * e^(the score that it was taken to - log-sum-exp)
   void add_mass(const Piece& piece) {
     const int64_t run = piece.run, border = chosen_slots[run], length = a.length[run];
     const int64_t begin = std::max(piece.begin, border) - border, end = piece.end - border;
-    for (int64_t g = 0; g < rows; ++g) {
-      const float lse = a.lse[run * a.rows + first_row + g];
-      if (lse == NOTHING) continue;
-      const float* s = scores.get() + score_offset[run] * rows + g * length;
-      float* to = a.mass + run * a.mass_width;
-      int64_t k = begin;
-      for (; k + LANES <= end; k += LANES) store(to + k, load(to + k) + exponential(load(s + k) - lse));
-      if (k < end) {
-        float rest[LANES] = {};
-        std::copy(s + k, s + end, rest);
-        store(rest, exponential(load(rest) - lse));
-        for (int64_t i = k; i < end; ++i) to[i] += rest[i - k];
+    const float* top = kept_top.get() + piece.first_tile * rows;
+    const float* lse = a.lse + run * a.rows + first_row;
+    float* to = a.mass + run * a.mass_width;
+    for (int64_t from = begin; from < end; from += TILE, top += rows) {
+      const float* weights = kept.get() + score_offset[run] * rows + from;
+      const int count = int(std::min<int64_t>(TILE, end - from)), whole = count / LANES * LANES;
+      float factor[ROWS];
+      for (int64_t g = 0; g < rows; ++g) factor[g] = lse[g] == NOTHING ? 0.f : std::exp(top[g] - lse[g]);
+      for (int k = 0; k < whole; k += LANES) {
+        Vec total = load(to + from + k);
+        for (int64_t g = 0; g < rows; ++g) total += load(weights + g * length + k) * factor[g];
+        store(to + from + k, total);
       }
+      for (int k = whole; k < count; ++k)
+        for (int64_t g = 0; g < rows; ++g) to[from + k] += weights[g * length + k] * factor[g];
     }
   }
 };
@@ -949,3 +961,139 @@ extern "C" int64_t foveakv_attend(const Arguments* arguments) {
 }
 
 extern "C" int64_t foveakv_arguments_size() { return sizeof(Arguments); }
+
+// ------------------------------------------------------------------------------------------------- scores of slots
+
+// Mirrored field by field in cpu_scores.py. Groups rank together: the heads of a sequence, or each run for itself.
+extern "C" struct Ranking {
+  int64_t runs, heads, per_head, stored;
+  const int64_t *start, *length;  // [runs]; the runs of a group are equally long
+  float* score;       // [stored]
+  const float* mass;  // [runs, mass_width]
+  int64_t mass_width;
+  const int32_t* place;  // [stored], of which a group reads its first run's; null: a slot's place is its number
+  const int64_t *low, *high;  // [groups]: candidates are at places from low on, below high
+  uint8_t* marked;  // [stored] or null: marked slots are no candidates, and the lowest slots become marked
+  int64_t* lowest;  // [groups]: a group's slot with the lowest score, of equals the one at the lowest place
+};
+
+namespace {
+
+constexpr int64_t RANKED_AT_ONCE = 512;         // slots whose sums over heads are held at once
+constexpr int64_t RANKED_PER_THREAD = 1 << 15;  // fewer additions are not worth waking a thread for
+
+struct Lowest {
+  float value = std::numeric_limits<float>::infinity();
+  int32_t place = std::numeric_limits<int32_t>::max();
+  int64_t slot = -1;
+
+  bool operator<(const Lowest& other) const {
+    return value < other.value || (value == other.value && place < other.place);
+  }
+};
+
+// score += mass for slots begin to end of a group's runs, and the lowest of the candidates among them.
+Lowest add_and_find(const Ranking& a, int64_t group, int64_t begin, int64_t end) {
+  const int64_t heads = a.per_head ? 1 : a.heads, first = group * heads, own = a.start[first];
+  constexpr int64_t MOST = std::numeric_limits<int32_t>::max();
+  const int32_t low = int32_t(std::clamp<int64_t>(a.low[group], 0, MOST));
+  const int32_t high = int32_t(std::clamp<int64_t>(a.high[group], 0, MOST));
+  constexpr float NEVER = std::numeric_limits<float>::infinity();
+  alignas(64) float sums[RANKED_AT_ONCE];
+  Lowest best;
+  for (int64_t from = begin; from < end; from += RANKED_AT_ONCE) {
+    const int count = int(std::min(RANKED_AT_ONCE, end - from)), whole = count / LANES * LANES;
+    for (int64_t head = 0; head < heads; ++head) {
+      float* score = a.score + a.start[first + head] + from;
+      const float* mass = a.mass + (first + head) * a.mass_width + from;
+      for (int k = 0; k < whole; k += LANES) {
+        __builtin_prefetch(score + k + RANKED_AT_ONCE, 1, 2);
+        __builtin_prefetch(mass + k + RANKED_AT_ONCE, 0, 2);
+        const Vec sum = load(score + k) + load(mass + k);
+        store(score + k, sum);
+        store(sums + k, head ? load(sums + k) + sum : sum);
+      }
+      for (int k = whole; k < count; ++k) {
+        score[k] += mass[k];
+        sums[k] = head ? sums[k] + score[k] : score[k];
+      }
+    }
+    if (low >= high) continue;
+    const int32_t* place = a.place ? a.place + own + from : nullptr;
+    const uint8_t* marked = a.marked ? a.marked + own + from : nullptr;
+    Vec least = splat(NEVER);
+    Int number;
+    for (int i = 0; i < LANES; ++i) number[i] = int32_t(from) + i;
+    for (int k = 0; k < whole; k += LANES, number += LANES) {
+      Int at = number;
+      if (place) std::memcpy(&at, place + k, sizeof at);
+      Int open = (at >= low) & (at < high);
+      if (marked) {
+        Byte bytes;
+        std::memcpy(&bytes, marked + k, sizeof bytes);
+        open &= widened(bytes) == 0;
+      }
+      const Vec sum = open ? load(sums + k) : splat(NEVER);
+      store(sums + k, sum);
+      least = sum < least ? sum : least;
+    }
+    for (int k = whole; k < count; ++k) {
+      const int32_t at = place ? place[k] : int32_t(from) + k;
+      if (at < low || at >= high || (marked && marked[k])) sums[k] = NEVER;
+      if (sums[k] < least[0]) least[0] = sums[k];
+    }
+    const float lowest = -largest(-least);
+    if (lowest == NEVER || lowest > best.value) continue;
+    for (int k = 0; k < count; ++k) {
+      if (sums[k] != lowest) continue;
+      const Lowest found{lowest, place ? place[k] : int32_t(from) + k, from + k};
+      if (found < best) best = found;
+      if (!place) break;
+    }
+  }
+  return best;
+}
+
+Status rank(const Ranking& a) {
+  int64_t total = 0;
+  for (int64_t run = 0; run < a.runs; ++run) {
+    const int64_t length = a.length[run], whose = a.per_head ? run : run / a.heads * a.heads;
+    if (length < 0 || length > a.mass_width || length != a.length[whose] ||
+        (length > 0 && (a.start[run] < 0 || a.start[run] + length > a.stored)))
+      return BAD_RUNS;
+    total += length;
+  }
+  const int64_t heads = a.per_head ? 1 : a.heads, groups = a.runs / heads;
+  int64_t threads = std::max<int64_t>(1, std::min<int64_t>(at::get_num_threads(), total / RANKED_PER_THREAD));
+  if (at::in_parallel_region()) threads = 1;
+  // Every group in as many parts as there are threads: parts of a group, then of the next.
+  std::vector<Lowest> found(groups * threads);
+  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t part = begin; part < end; ++part)
+      for (int64_t group = 0; group < groups; ++group) {
+        const int64_t length = a.length[group * heads], step = (length / threads + LANES) / LANES * LANES;
+        found[group * threads + part] =
+            add_and_find(a, group, std::min(length, part * step), std::min(length, (part + 1) * step));
+      }
+  });
+  for (int64_t group = 0; group < groups; ++group) {
+    const Lowest* parts = found.data() + group * threads;
+    const Lowest best = *std::min_element(parts, parts + threads);
+    a.lowest[group] = std::max<int64_t>(0, best.slot);
+    for (int64_t head = 0; a.marked && best.slot >= 0 && head < heads; ++head)
+      a.marked[a.start[group * heads + head] + best.slot] = 1;
+  }
+  return OK;
+}
+
+}  // namespace
+
+extern "C" int64_t foveakv_rank(const Ranking* ranking) {
+  try {
+    return rank(*ranking);
+  } catch (const std::bad_alloc&) {
+    return NO_MEMORY;
+  }
+}
+
+extern "C" int64_t foveakv_ranking_size() { return sizeof(Ranking); }

@@ -528,6 +528,10 @@ class Segments:
         self._field(name)  # says so when there is none
         return self._field_view(name).narrow(2, 0, self._max_length)
 
+    def flat(self, name: str) -> Tensor:
+        """[N], the field itself beside the rows of `runs`; rows outside the runs are slack."""
+        return self._field(name)
+
     def view_positions(self) -> Tensor:
         """As `positions`, but int32 and to be read only: no copy where runs are uniform."""
         if not self._uniform:

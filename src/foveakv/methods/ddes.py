@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from numbers import Integral
+from operator import sub
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from foveakv import scores
 from foveakv.columns import real_first
 from foveakv.errors import MethodError
+from foveakv.kernels import cpu_scores
 from foveakv.methods import checks
 from foveakv.methods.base import DecodeView, Drop, PrefillView, keep_top
 
@@ -152,9 +154,6 @@ class RecycleBin:
         segments, state, mass = view.segments, view.state, view.mass
         if mass is None:
             raise MethodError(f"{view.cache.method.name} needs the attention of each step: let needs_mass return True")
-        segments.add(SCORE, mass)
-        if self.score != "attention":
-            self._count_uses(view, mass)
         if self.size == 1 and "since" not in state:
             self._look_up_protected(view)
         # Every head of a layer holds equally many.
@@ -164,10 +163,16 @@ class RecycleBin:
         told = view.cache.state["ddes"]
         told["peak"] = max(told["peak"], segments.max_length)
         told["evicted_decode"] += sum(evict) * segments.heads
-        if not any(over):
-            return None
         if any(evict):
             view.count(flushes=sum(evict) // self.size)
+        if self._one_each(state, over, evict) and cpu_scores.usable(segments.flat(SCORE), mass):
+            slots = self._add_and_find(view, mass, over, evict)
+            return Drop(slots, evict) if self.size == 1 else None
+        segments.add(SCORE, mass)
+        if self.score != "attention":
+            self._count_uses(view, mass)
+        if not any(over):
+            return None
         if self.size == 1:
             positions = segments.view_positions()
             return Drop(_lowest(self._order(view, positions), evict, positions), evict)
@@ -175,6 +180,47 @@ class RecycleBin:
             return self._flush(view, over, evict)
         self._mark(view, over)
         return None
+
+    def _one_each(self, state: dict[str, Any], over: list[int], evict: list[int]) -> bool:
+        """Whether at most one token of a sequence is to be found in this step, by scores alone: the common case."""
+        if self.score != "attention" or not any(over):
+            return False
+        if self.size == 1:
+            return max(evict) == 1
+        return not any(evict) and max(map(sub, over, state["marked"].tolist())) == 1
+
+    def _add_and_find(self, view: DecodeView, mass: Tensor, over: list[int], evict: list[int]) -> Tensor:
+        """The step's addition and the search (and with a bin the mark) in one pass: int64 [B, H or 1, 1].
+
+        The same as `Segments.add` with `_lowest` or `_mark`. Sums over 16 heads or more may differ in their last bit.
+        """
+        segments, state = view.segments, view.state
+        groups = segments.heads if self.per_head else 1
+        if self.size == 1:
+            wanted = evict
+            first, end = self._positions_between(view, groups)
+        else:
+            wanted = list(map(sub, over, state["marked"].tolist()))
+            state["marked"] = torch.tensor(over)
+            lengths = map(sub, segments.sequence_lengths, state["recent"].tolist())
+            first, end = [self.sink] * (len(over) * groups), [length for length in lengths for _ in range(groups)]
+        end = [limit if wanted[i // groups] else 0 for i, limit in enumerate(end)]
+        return cpu_scores.add_and_find(
+            segments.runs, segments.flat(SCORE), mass, first, end, per_head=self.per_head, by_position=self.size == 1,
+            marked=None if self.size == 1 else segments.flat(MARKED),
+        )  # fmt: skip
+
+    def _positions_between(self, view: DecodeView, groups: int) -> tuple[list[int], list[int]]:
+        """Positions of the candidates, [B * groups] each: from the first on, below the second."""
+        state, batch = view.state, view.segments.batch
+        first = [0] * (batch * groups)
+        if self.sink:
+            first = (state["last_sink"][:, :groups] + 1).flatten().tolist()
+        recent = state["recent"].tolist()
+        end = self._first_recent(view, recent) if any(recent) else view.seen
+        if isinstance(end, Tensor):
+            return first, end.expand(batch, groups, 1).flatten().tolist()
+        return first, [end] * (batch * groups)
 
     def _mark(self, view: DecodeView, over: list[int]) -> None:
         """Puts the lowest of the others into the bin until `over` [B] tokens are in it."""
