@@ -51,7 +51,8 @@ def check_generate(model: Any, method: Method, kwargs: dict[str, Any]) -> None:
     implementation = _setting(model, kwargs, "cache_implementation")
     if implementation not in (None, "dynamic", "dynamic_full", "hybrid"):
         raise UnsupportedModeError(
-            f"{method.name} brings its own cache and cannot use cache_implementation={implementation!r}; remove it"
+            f"{method.name} brings its own cache and cannot use cache_implementation={implementation!r}; remove it "
+            "(for compiled steps there is foveakv.compress(..., static=...))"
         )
     if _setting(model, kwargs, "prefill_chunk_size") and (lost := compat.lost_in_chunks(kwargs)):
         raise UnsupportedModeError(
