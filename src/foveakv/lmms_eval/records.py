@@ -1,0 +1,52 @@
+"""What every batch stored and how long it took, as a JSON file and as means for lmms-eval's own results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from foveakv.report import Report
+
+_BYTES = ("stored_bytes", "full_bytes", "peak_bytes", "host_bytes")
+
+
+class Records:
+    """The figures of a run. `head` describes it: model, method, options, versions."""
+
+    def __init__(self, head: dict[str, Any]) -> None:
+        self.head = head
+        self.batches: list[dict[str, Any]] = []
+
+    def add(self, where: dict[str, Any], counts: dict[str, Any], report: Report | None) -> None:
+        """One batch: where it comes from, tokens and seconds, and its cache's report (None: the plain model)."""
+        entry = {**where, **counts}
+        if report is not None:
+            entry |= {name: getattr(report, name) for name in _BYTES}
+            entry |= {
+                "compression": report.compression,
+                "prefill_seconds": report.prefill_seconds,
+                "token_seconds": report.token_seconds,
+                "evicted": report.evicted,
+                "retrieved": report.retrieved,
+                "notes": report.notes,
+            }
+        self.batches.append(entry)
+
+    def means(self) -> dict[str, float]:
+        """Mean bytes per request, padding included, and the ratio of the sums; nothing for the plain model."""
+        counted = [batch for batch in self.batches if "stored_bytes" in batch]
+        if not counted:
+            return {}
+        requests = sum(len(batch["doc_ids"]) for batch in counted)
+        sums = {name: sum(batch[name] for batch in counted) for name in _BYTES}
+        return {name: total / requests for name, total in sums.items()} | {
+            "compression": sums["full_bytes"] / sums["stored_bytes"]
+        }
+
+    def write(self, path: str | Path) -> None:
+        """{"head", "means", "batches"} as JSON; folders on the way are made."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {**self.head, "means": self.means(), "batches": self.batches}
+        path.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf8")
