@@ -279,6 +279,21 @@ class _Layer:
         return marks.scatter_(1, torch.where(places < 0, tokens, places), True)[:, :tokens]
 
 
+def check_settings(
+    bins: Sequence[int], budget: float | int | str, recent: int = 0, sink: int = 0, rows: Literal["all"] | int = "all"
+) -> None:
+    """Raises `MethodError` or `BudgetError` for settings of `eviction` that mean nothing whatever the prompt is."""
+    if not bins:
+        raise MethodError("eviction: name at least one bin size")
+    for size in bins:
+        checks.whole_number("eviction", "bins", size, 2, "1 is greedy eviction, with which they are compared")
+    for option, value in (("recent", recent), ("sink", sink)):
+        checks.whole_number("eviction", option, value, 0, "tokens that always stay")
+    check_rows("eviction", rows)
+    if parse_budget(budget).kind == "bytes":
+        raise MethodError("eviction: the steady size is a share of the prompt or tokens per head, not bytes")
+
+
 def eviction(
     model: Any,
     prompts: Prompts,
@@ -312,16 +327,8 @@ def eviction(
         MethodError: a bin below 2, or a budget that leaves no room beside sink and recent tokens.
     """
     check(prompts)
-    for size in bins:
-        checks.whole_number("eviction", "bins", size, 2, "1 is greedy eviction, with which they are compared")
-    if not bins:
-        raise MethodError("eviction: name at least one bin size")
-    for option, value in (("recent", recent), ("sink", sink)):
-        checks.whole_number("eviction", option, value, 0, "tokens that always stay")
-    check_rows("eviction", rows)
+    check_settings(bins, budget, recent, sink, rows)
     parsed = parse_budget(budget)
-    if parsed.kind == "bytes":
-        raise MethodError("eviction: the steady size is a share of the prompt or tokens per head, not bytes")
     sizes = sorted({int(size) for size in bins})
     found: dict[tuple[int, str], list[tuple[Replay, Replay]]] = {}
     details, steady_sizes, step_counts = [], [], []

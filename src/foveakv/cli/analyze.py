@@ -175,14 +175,14 @@ def eviction(
 
     Example: foveakv analyze eviction --sample 8 --ask -1 --budget 0.5 --bins 4,16 --plot eviction.png
     """
+    from foveakv.analysis.eviction import check_settings
     from foveakv.analysis.eviction import eviction as measure
-    from foveakv.budget import parse_budget
     from foveakv.cli.settings import parse_value
 
     _check_files(json, csv, plot)
-    parse_budget(budget)
-    steady = parse_value("budget", float | int | str, budget)
     sizes = _sizes(bins)
+    check_settings(sizes, budget, recent, sink)
+    steady = parse_value("budget", float | int | str, budget)
     every = prompts.tasks(model, image, prompt, sample, sample_kind, ask)
     loaded, inputs = prompts.load(model, every, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     result = _measure(
