@@ -9,9 +9,9 @@ from foveakv.evaluation.summary import FULL_AT_LEAST, Summary
 from foveakv.evaluation.tables import budget_text
 
 MEANING = (
-    "Accuracy is the share of the facts asked for that a reply gets right, so 100% is all of them; the full cache is the "
-    "yardstick, and random tokens are the floor. Intervals are 95% bootstrap intervals over items, and differences are "
-    "taken on the same items."
+    "Accuracy is the share of the facts asked for that a reply gets right, so 100% is all of them; the full cache is "
+    "the yardstick, and random tokens are the floor. Intervals are 95% bootstrap intervals over items, and differences "
+    "are taken on the same items."
 )
 
 _SHOWN = ("torch", "transformers", "foveakv", "python")
@@ -80,17 +80,17 @@ def rules() -> list[str]:
     """How the figures are made."""
     return [
         f"A task ranks methods if the full cache gets at least {FULL_AT_LEAST:.0%} of its facts, and if the paired "
-        f"{LEVEL:.0%} interval of random at the smallest budget less full excludes 0. Other tasks are shown all the same.",
-        "Leaderboards: means over the ranking tasks, each counting the same. The rank follows the relative change against "
-        "full on the same items; equal changes share a rank. A method that lacks a ranking task has no rank.",
-        "An arrow and a coloured cell mark differences whose interval excludes 0: ▲ above, ▼ below. No correction is "
-        "made for looking at many differences at once.",
-        "Same leading tokens: the share of the full cache's reply tokens, counted from the first, that the method gives as "
-        "well. KL: mean divergence of the next-token distribution from the full cache's, over the scored tokens of all "
-        "items; 0 is equal.",
-        "Stored and peak bytes: storage on the compute device as a share of a full cache's for the same tokens. Time per "
-        "token: median over items of the time of a decoding step over the full cache's on the same item. Times are noisy "
-        "where other work runs on the machine.",
+        f"{LEVEL:.0%} interval of random at the smallest budget less full excludes 0. Other tasks are shown as well.",
+        "Leaderboards: means over the ranking tasks, each counting the same. The rank follows the relative change "
+        "against full on the same items; equal changes share a rank. A method that lacks a ranking task has no rank.",
+        "An arrow and a colour mark differences whose interval excludes 0: ▲ above, ▼ below. No correction is made "
+        "for looking at many differences at once.",
+        "Same leading tokens: the share of the full cache's reply tokens, counted from the first, that the method "
+        "gives as well. KL: mean divergence of the next-token distribution from the full cache's, over the scored "
+        "tokens of all items; 0 is equal.",
+        "Stored and peak bytes: storage on the compute device as a share of a full cache's for the same tokens. Time "
+        "per token: median over items of the time of a decoding step over the full cache's on the same item. Times are "
+        "noisy where other work runs on the machine.",
         "Results with an error count nowhere but under Failures. An interval needs at least two items.",
     ]
 

@@ -107,7 +107,7 @@ def looks(series: Sequence[str], methods: dict[str, str]) -> dict[str, Look]:
 
 
 def swatch(look: Look) -> str:
-    """A piece of the line with its marker, as a small inline SVG."""
+    """A piece of the line with its marker, as the inside of a small SVG (26 x 10)."""
     figure = _figure(26 / _POINT, 10 / _POINT)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.axis("off")
@@ -115,7 +115,8 @@ def swatch(look: Look) -> str:
     axes.set_ylim(-1, 1)
     axes.plot([0.02, 0.98], [0, 0], color=look.colour, linestyle=look.dash, linewidth=look.width + 0.3)
     axes.plot([0.5], [0], color=look.colour, marker=look.marker, markersize=5.5)
-    return Picture(f"swatch{look.number}", "", _svg(figure, f"swatch{look.number}")).inline()
+    whole = Picture(f"swatch{look.number}", "", _svg(figure, f"swatch{look.number}")).inline()
+    return re.sub(r"^<svg.*?>|</svg>\s*$", "", whole, flags=re.S)
 
 
 def curves(
@@ -130,7 +131,7 @@ def curves(
 
     Every line's name stands at the left, where lines lie farthest apart; the scale is at the right.
     """
-    names, width, plot, height = 118.0, 400.0, 222.0, 300.0
+    names, width, plot, height = 108.0, 352.0, 208.0, 290.0
     height = max(height, 13.0 * len(lines))
     bottom, top = 42.0, 26.0
     total = height + bottom + top
@@ -141,6 +142,9 @@ def curves(
     fitting = _spread_ticks(axes, ticks, plot)
     axes.set_xticks([at for at, _ in fitting], [text for _, text in fitting])
     axes.set_xticks([], minor=True)
+    low, high = axes.get_ylim()
+    step = 5 if high - low < 40 else 20
+    axes.set_yticks([at for at in range(0, 101, step) if low <= at <= high])
     axes.yaxis.tick_right()
     axes.tick_params(length=0, labelsize=8.5, labelcolor=_INK, pad=3)
     axes.grid(True, color=_LINES, linewidth=0.6)
@@ -192,7 +196,9 @@ def cost_pictures(summary: Summary, styles: dict[str, Look]) -> list[Picture]:
     tasks = summary.ranked or summary.tasks
     over = f"mean of {len(tasks)} " + ("ranking tasks" if summary.ranked else "tasks")
     bytes_ticks = [(x, f"{100 * x:g}%") for x in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)]
-    time_ticks = [(x, f"{x:g}") for x in (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0)]
+    time_ticks = [
+        (x, f"{x:g}") for x in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0)
+    ]
     found = []
     for name, title, label, field, ticks in (
         ("bytes", f"Bytes, {over}", "stored bytes, share of a full cache's (log scale)", "stored", bytes_ticks),
@@ -219,8 +225,8 @@ def static_pictures(maps: Sequence[StaticHeads]) -> list[Picture]:
 
 def _static_picture(name: str, found: StaticHeads) -> Picture:
     layers, heads = found.share.shape
-    cell = min(16.0, 330.0 / layers)
-    width, height = 400.0, max(heads * cell, 30.0)
+    cell = min(16.0, 296.0 / layers)
+    width, height = 352.0, max(heads * cell, 30.0)
     left, bottom, top = 46.0, 38.0, 26.0
     total = height + bottom + top
     figure = _figure(width / _POINT, total / _POINT)
@@ -285,7 +291,7 @@ def _draw_lines(axes: Axes, lines: Sequence[Curve], styles: dict[str, Look]) -> 
             )
             continue
         # A nudge of a few pixels, so that the intervals of methods at the same budget stand side by side.
-        nudge = 1.0 if len(lines) < 2 else 10 ** (_span(axes) * 0.035 * (place / (len(lines) - 1) - 0.5))
+        nudge = 1.0 if len(lines) < 2 else 10 ** (_span(axes) * 0.06 * (place / (len(lines) - 1) - 0.5))
         xs = [point.x * nudge for point in line.points]
         for x, point in zip(xs, line.points, strict=True):
             if point.y.known:
@@ -370,7 +376,7 @@ def _limits(axes: Axes, lines: Sequence[Curve], ticks: Sequence[tuple[float, str
         if not math.isnan(value)
     ]
     low, high = 100 * min(ys, default=0), 100 * max(ys, default=1)
-    axes.set_ylim(max(10 * math.floor((low - 1) / 10), -2 if low < 2 else 0), max(high + 2, low + 10))
+    axes.set_ylim(min(10 * math.floor((low - 1) / 10), 80) if low >= 2 else -2, min(high + 2, 102))
     xs = [point.x for line in lines if not line.level for point in line.points] or [at for at, _ in ticks]
     wide = (max(xs) / min(xs)) ** 0.06
     wide = max(wide, 1.08)

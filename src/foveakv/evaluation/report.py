@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 from importlib import resources
+from itertools import groupby
 from pathlib import Path
 from string import Template
 
@@ -21,12 +22,12 @@ PAGE, MARKDOWN, FIGURES, PLOTS = "report.html", "report.md", "leaderboard.json",
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the report. lead: sentences. tables: (open, table); closed ones are folded on the page."""
+    """A part of the report. lead: sentences. tables: (group, table); the tables of a group are folded on the page."""
 
     anchor: str
     title: str
     lead: tuple[str, ...] = ()
-    tables: tuple[tuple[bool, Table], ...] = ()
+    tables: tuple[tuple[str, Table], ...] = ()
     pictures: tuple[Picture, ...] = ()
     legend: bool = False
 
@@ -55,12 +56,12 @@ class Report:
         """In the order of the page; without those that have nothing to show."""
         summary = self.summary
         return [
-            Section("tasks", "Tasks", tables=((True, tables.task_states(summary)),)),
+            Section("tasks", "Tasks", tables=(("", tables.task_states(summary)),)),
             self._leaderboards(),
             Section(
                 "budget", "Accuracy against budget",
-                ("Bars are 95% intervals. Methods at the same budget are nudged sideways so that their bars can be told "
-                 "apart. The scale of accuracy is each panel's own.",),
+                ("Bars are 95% intervals; those of methods at the same budget stand side by side. The scale of "
+                 "accuracy is each panel's own.",),
                 pictures=tuple(plots.accuracy_pictures(summary, self.looks)), legend=True,
             ),
             Section(
@@ -91,24 +92,23 @@ class Report:
             if ranked
             else ("No task can rank methods; see Tasks for the reasons.",)
         )
-        boards = tuple((True, tables.leaderboard(board, self.summary)) for board in self.summary.boards)
+        boards = tuple(("", tables.leaderboard(board, self.summary)) for board in self.summary.boards)
         return Section("leaderboard", "Leaderboard", lead, boards)
 
     def _differences(self) -> Section:
         summary = self.summary
         names = {c.label: c.series for c in summary.candidates}
-        found: list[tuple[bool, Table]] = []
+        found: list[tuple[str, Table]] = []
         for budget in summary.budgets:
             if len(summary.ranked) > 1:
                 title = f"{tables.budget_text(budget)}, mean of {len(summary.ranked)} ranking tasks"
-                found.append((True, tables.matrix(summary.differences(budget, summary.ranked), title, names)))
+                found.append(("", tables.matrix(summary.differences(budget, summary.ranked), title, names)))
         for task in summary.tasks:
             for budget in summary.budgets:
                 own = summary.differences(budget, [task])
                 if own.pairs:
-                    mark = "" if summary.states[task].ranked else " (not used to rank)"
-                    title = f"{task}, {tables.budget_text(budget)}{mark}"
-                    found.append((False, tables.matrix(own, title, names)))
+                    title = f"{task}, {tables.budget_text(budget)}"
+                    found.append((task + self._mark(task), tables.matrix(own, title, names)))
         return Section(
             "differences", "Differences between methods at the same budget",
             ("Row less column, in points of accuracy, on the items that both have. Sorted by accuracy. A cell with an "
@@ -120,22 +120,25 @@ class Report:
         summary = self.summary
         budgets = [*summary.budgets, *([None] if summary.at(None) else [])]
         found = [
-            (number == 0, tables.task_table(summary, task, budget))
+            (task + self._mark(task), tables.task_table(summary, task, budget))
             for task in summary.tasks
-            for number, budget in enumerate(budgets)
+            for budget in budgets
         ]
         return Section("figures", "All figures per task and budget", tables=tuple(found))
+
+    def _mark(self, task: str) -> str:
+        return "" if self.summary.states[task].ranked else " (not used to rank)"
 
     def _store(self) -> list[Section]:
         found = []
         maps = self.summary.static_heads
         if maps:
             pictures = (*plots.static_pictures(maps), plots.scale_picture())
-            text = "How often a head was static (its cache pruned) and not dynamic (its cache searched), over all items."
+            text = "How often a head was static (its cache pruned), not dynamic (its cache searched), over all items."
             found.append(Section("static", "Static heads", (text,), pictures=pictures))
         chunks = tables.chunks(self.summary)
         if chunks:
-            found.append(Section("chunks", "Chunks fetched", tables=((True, chunks),)))
+            found.append(Section("chunks", "Chunks fetched", tables=(("", chunks),)))
         return found
 
 
@@ -144,7 +147,10 @@ class _Page:
 
     def __init__(self, report: Report) -> None:
         self.report = report
-        self.swatches = {name: plots.swatch(look) for name, look in report.looks.items()}
+        self.swatches = {
+            name: f'<svg class="swatch" viewBox="0 0 26 10" aria-hidden="true"><use href="#look{look.number}"/></svg>'
+            for name, look in report.looks.items()
+        }
 
     def text(self) -> str:
         report = self.report
@@ -152,7 +158,9 @@ class _Page:
         links = "".join(f'<a href="#{s.anchor}">{escape(s.title)}</a>' for s in sections)
         facts = "".join(f"<dt>{escape(name)}</dt><dd>{_fact(name, value)}</dd>" for name, value in report.facts)
         warnings = "".join(f"<li>{escape(line)}</li>" for line in report.warnings)
+        symbols = "".join(f'<g id="look{x.number}">{plots.swatch(x)}</g>' for x in report.looks.values())
         body = [
+            f'<svg class="store" aria-hidden="true"><defs>{symbols}</defs></svg>',
             f'<header><h1>{escape(report.title)}</h1><p class="lead">{escape(headline.MEANING)}</p></header>',
             f'<nav aria-label="Sections">{links}<a href="#failures">Failures</a></nav>',
             f'<div class="warning" id="warnings"><ul>{warnings}</ul></div>' if warnings else "",
@@ -170,22 +178,21 @@ class _Page:
         if section.legend:
             parts.append(self._legend())
         if section.pictures:
-            figures = "".join(f'<figure id="plot-{picture.name}">{picture.inline()}</figure>' for picture in section.pictures)
+            figures = "".join(f'<figure id="plot-{p.name}">{p.inline()}</figure>' for p in section.pictures)
             parts.append(f'<div class="panels">{figures}</div>')
-        single = len(section.tables) == 1
-        for is_open, table in section.tables:
-            if single:
-                parts.append(self._table(table))
-            elif is_open:
-                parts.append(f"<h3>{escape(table.title)}</h3>{self._table(table)}")
-            else:
-                parts.append(f"<details><summary>{escape(table.title)}</summary>{self._table(table)}</details>")
+        if len(section.tables) == 1:
+            parts.append(self._table(section.tables[0][1]))
+        else:
+            for number, (group, members) in enumerate(groupby(section.tables, key=lambda pair: pair[0])):
+                inner = "".join(f"<h3>{escape(table.title)}</h3>{self._table(table)}" for _, table in members)
+                fold = f"<details{' open' if not number else ''}><summary>{escape(group)}</summary>{inner}</details>"
+                parts.append(fold if group else inner)
         return "".join(parts) + "</section>"
 
     def _legend(self) -> str:
         names = "".join(
-            f'<button type="button" value="{look.number}" aria-pressed="false"><span class="swatch">'
-            f"{self.swatches[name]}</span>{escape(name)}</button>"
+            f'<button type="button" value="{look.number}" aria-pressed="false">'
+            f"{self.swatches[name]}{escape(name)}</button>"
             for name, look in self.report.looks.items()
         )
         return f'<div class="legend" role="group" aria-label="Pick out methods">{names}</div>'
@@ -206,10 +213,12 @@ class _Page:
         for number, text in enumerate(row):
             kinds = [kind for kind in (text.kind, "word" if number in table.words else "") if kind]
             small = f" <small>{escape(text.small)}</small>" if text.small else ""
-            swatch = f'<span class="swatch">{self.swatches[text.series]}</span>' if text.series else ""
+            swatch = self.swatches[text.series] if text.series else ""
             content = f"{swatch}{escape(text.main)}{small}"
             attribute = f' class="{" ".join(kinds)}"' if kinds else ""
-            cells.append(f'<th scope="row"{attribute}>{content}</th>' if number == 0 else f"<td{attribute}>{content}</td>")
+            row_head = ' scope="row"' if number == 0 else ""
+            tag = "td" if number else "th"
+            cells.append(f"<{tag}{row_head}{attribute}>{content}</{tag}>")
         return "".join(cells)
 
     def _failures(self) -> str:
@@ -218,11 +227,12 @@ class _Page:
         if not failures:
             parts.append("<p>None.</p>")
         for failure in failures:
-            rows = "".join(f"<li>{escape(task)}, item {item}: {escape(label)}</li>" for task, item, label in failure.cases)
+            cases = ((f"{task}, item {item}", label) for task, item, label in failure.cases)
+            rows = "".join(f"<li>{escape(where)}: {escape(label)}</li>" for where, label in cases)
             count = len(failure.cases)
             parts.append(
-                f"<details{' open' if count <= 10 else ''}><summary>{count} {'result' if count == 1 else 'results'}</summary>"
-                f"<pre>{escape(failure.error)}</pre><ul>{rows}</ul></details>"
+                f"<h3>{count} {'result' if count == 1 else 'results'}</h3><pre>{escape(failure.error)}</pre>"
+                f"<details{' open' if count <= 10 else ''}><summary>Which</summary><ul>{rows}</ul></details>"
             )
         return "".join(parts) + "</section>"
 

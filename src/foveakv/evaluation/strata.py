@@ -60,28 +60,43 @@ def difference(means: Floats) -> Floats:
 def differences(methods: Sequence[Sequence[Scores]]) -> dict[tuple[int, int], Interval]:
     """Interval of method i less method j for all i < j; methods[i][t] are its scores on task t.
 
-    Every pair is compared on the items that both have.
+    Every pair is compared on the items that both have. Pairs with the same items share their draws, which gives the
+    same figures as pair by pair, sooner.
     """
-    tasks = range(len(methods[0]) if methods else 0)
-    pairs = [(i, j) for i in range(len(methods)) for j in range(i + 1, len(methods))]
-    if tasks and all(methods[i][t].keys() == methods[0][t].keys() for i in range(len(methods)) for t in tasks):
-        columns = [common([method[t] for method in methods]) for t in tasks]
-        if min(map(len, columns)) >= 2:
-            return _all_pairs(columns, pairs)  # the same figures, drawn once for all pairs
-    return {(i, j): mean([common([methods[i][t], methods[j][t]]) for t in tasks], difference) for i, j in pairs}
+    groups: dict[tuple[frozenset[Hashable], ...], list[tuple[int, int]]] = {}
+    for i in range(len(methods)):
+        for j in range(i + 1, len(methods)):
+            items = tuple(frozenset(a.keys() & b.keys()) for a, b in zip(methods[i], methods[j], strict=True))
+            groups.setdefault(items, []).append((i, j))
+    found: dict[tuple[int, int], Interval] = {}
+    for items, pairs in groups.items():
+        members = sorted({place for pair in pairs for place in pair})
+        columns = [
+            np.array([[methods[m][t][key] for m in members] for key in methods[members[0]][t] if key in own])
+            for t, own in enumerate(items)
+        ]
+        index = {place: column for column, place in enumerate(members)}
+        found.update(_pairs(columns, pairs, index))
+    return dict(sorted(found.items()))
 
 
-def _all_pairs(columns: Sequence[Floats], pairs: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Interval]:
-    if not pairs:
-        return {}
-    left, right = (list(side) for side in zip(*pairs, strict=True))
+def _pairs(
+    columns: Sequence[Floats], pairs: Sequence[tuple[int, int]], index: Mapping[int, int]
+) -> dict[tuple[int, int], Interval]:
+    """columns: [n, members] of each task, the same items for all members. index: method -> its column."""
+    left, right = ([index[pair[side]] for pair in pairs] for side in (0, 1))
+    count = sum(map(len, columns))
+    if not columns or min(map(len, columns)) < 2:
+        return {
+            pair: mean([column[:, [a, b]] if len(column) else column for column in columns], difference)
+            for pair, a, b in zip(pairs, left, right, strict=True)
+        }
     means = np.mean([column.mean(0) for column in columns], axis=0)
     draws = _draws(columns)
     bounds = np.quantile(draws[:, left] - draws[:, right], [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
-    count = sum(map(len, columns))
     return {
-        (i, j): Interval(float(means[i] - means[j]), float(bounds[0, k]), float(bounds[1, k]), count)
-        for k, (i, j) in enumerate(pairs)
+        pair: Interval(float(means[a] - means[b]), float(bounds[0, k]), float(bounds[1, k]), count)
+        for k, (pair, a, b) in enumerate(zip(pairs, left, right, strict=True))
     }
 
 

@@ -58,7 +58,7 @@ def candidate_text(candidate: Candidate) -> Text:
 
 
 def number(value: float | None, digits: int = 2) -> str:
-    return NONE if value is None or math.isnan(value) else f"{value:.{digits}f}"
+    return NONE if value is None or math.isnan(value) else f"{value:.{digits}f}".replace("-", _MINUS)
 
 
 def percent(value: float | None, digits: int = 1) -> str:
@@ -135,7 +135,7 @@ def leaderboard(board: Board, summary: Summary) -> Table:
     return Table(
         title,
         (
-            "method", "rank", "accuracy, %", "change against full, %", "above random, points", "items",
+            "method", "rank", "accuracy, %", "relative change against full, %", "above random, points", "items",
             "stored bytes, % of full", "time per token, full = 1",
         ),
         tuple(rows),
@@ -148,7 +148,8 @@ def task_states(summary: Summary) -> Table:
     for state in summary.states.values():
         use = "ranks methods" if state.ranked else "not used to rank"
         rows.append((
-            Text(state.name, state.title), accuracy(state.full), Text(str(state.full.n)), change(state.floor),
+            Text(state.name, state.title), accuracy(state.full), Text(str(state.full.n)),
+            change(state.floor, mark=False),
             Text(use, kind="" if state.ranked else "worse"), Text("; ".join(state.reasons)),
         ))  # fmt: skip
     labels = {state.floor_label for state in summary.states.values() if state.floor_label}
