@@ -1,14 +1,13 @@
 """Tasks and a bench without a model, for tests of the evaluation's runner: results are known, runs are counted.
 
 The plan's `model` is the path of a log: every result that is computed adds its key as a line, so that tests see what
-ran and how often. `python tests/fake_bench.py FOLDER LOG` runs `plan(LOG)` slowly, to be killed.
+ran and how often.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 import zlib
 from collections import Counter
@@ -125,10 +124,3 @@ def make_none(plan: Plan) -> FakeBench:
 def runs(log: Path) -> Counter[str]:
     """How often each result was computed."""
     return Counter(log.read_text().splitlines()) if log.exists() else Counter()
-
-
-if __name__ == "__main__":
-    from foveakv.evaluation.runner import run
-
-    register()
-    run(plan(Path(sys.argv[2])), Path(sys.argv[1]), factory=make_slow)

@@ -96,6 +96,6 @@ def test_coverage(kind: str) -> None:
         truth, samples = 0.8, (generator.random((trials, items)) < 0.8).astype(float)
     else:
         truth, samples = 2.0, generator.gamma(4.0, 0.5, (trials, items))
-    found = [interval(sample, draws=1000, seed=number) for number, sample in enumerate(samples)]
+    found = [interval(sample, draws=600, seed=number) for number, sample in enumerate(samples)]
     covered = sum(each.low <= truth <= each.high for each in found) / trials
     assert 0.90 <= covered <= 0.98, covered

@@ -99,8 +99,9 @@ def run(
             )
     except KeyboardInterrupt:
         common.messages().print(
-            f"stopped; what is done is in {out}, and the same command goes on with it", markup=False, highlight=False
-        )
+            f"stopped; what is done is in {out}, and the same command goes on with it",
+            markup=False, highlight=False, soft_wrap=True,
+        )  # fmt: skip
         raise typer.Exit(STOPPED) from None
     _print_end(plan, out, status)
     if status.failed:
@@ -122,7 +123,7 @@ def parse_candidate(text: str, budgets: Sequence[str] = ()) -> list[Candidate]:
     """ "label=method:key=value,key=value" as one candidate, or as one per budget where it names none."""
     label, equals, rest = (part.strip() for part in text.partition("="))
     name, _, settings = (part.strip() for part in rest.partition(":"))
-    if not equals or not label or not name:
+    if not equals or not label or not name or ":" in label:
         raise MethodError(f"--candidate {text!r} is not of the form label=method:key=value,key=value")
     own = [f"{name}.{setting.strip()}" for setting in settings.split(",") if setting.strip()]
     try:

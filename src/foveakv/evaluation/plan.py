@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from foveakv.errors import InputError, MethodError
@@ -146,19 +146,22 @@ def _changes(old: Entry, new: Entry) -> list[str]:
 
 
 def with_baselines(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The full cache first, then the candidates, then random tokens at every budget that a candidate has."""
+    """The full cache first, then the candidates, then random tokens at every budget that a candidate has.
+
+    Random candidates that are there already stay, and those that are added have the settings of the first of them.
+    """
     from foveakv.compare import Candidate
     from foveakv.methods import get
 
     budgets = [getattr(each.method, "budget", None) for each in candidates]
+    randoms = [each.method for each in candidates if each.method.name == "random"] or [get("random")]
     taken = {budget for budget, each in zip(budgets, candidates, strict=True) if each.method.name == "random"}
-    randoms = [
-        Candidate(f"random {budget}", get("random", budget=budget))
+    added = [
+        Candidate(f"random {budget}", replace(randoms[0], **{"budget": budget}))
         for budget in dict.fromkeys(budgets)
         if budget is not None and budget not in taken
     ]
     full = [each for each in candidates if each.label == "full"] or [Candidate("full", get("full"))]
     if full[0].method.name != "full":
         raise MethodError("the label full belongs to the full cache, which everything is compared with")
-    others = [each for each in candidates if each.label != "full"]
-    return [*full, *others, *randoms]
+    return [*full, *(each for each in candidates if each.label != "full"), *added]
