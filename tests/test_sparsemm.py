@@ -12,6 +12,7 @@ import torch
 
 import foveakv
 from foveakv import SparseMM, errors
+from foveakv.cli.settings import build_method
 from foveakv.head_scores import load_head_scores, save_head_scores
 from foveakv.methods.sparsemm import head_budgets
 
@@ -71,14 +72,15 @@ def test_files(tmp_path: Path, ending: str) -> None:
     model, inputs = matrix.model("llava", torch.float64), families.prompt("llava", dtype=torch.float64)
     runs = [
         matrix.compressed(model, matrix.method("sparsemm", head_scores=given), inputs)
-        for given in (str(path), numbers(*SCORES), SCORES)
+        for given in (str(path), path, numbers(*SCORES), SCORES)
     ]
     for run in runs[1:]:
         assert torch.equal(run.tokens, runs[0].tokens)
         for own, other in zip(matrix.positions_held(run), matrix.positions_held(runs[0]), strict=True):
             assert torch.equal(own, other)
     assert runs[0].session.report.settings["head_scores"] == str(path)
-    assert runs[1].session.report.settings["head_scores"] == "4 x 2 numbers"
+    assert runs[1].session.report.settings["head_scores"] == str(path)
+    assert runs[2].session.report.settings["head_scores"] == "4 x 2 numbers"
 
 
 def test_missing_scores_say_how_to_make_them() -> None:
@@ -131,3 +133,10 @@ def test_only_the_compressed_layers_share_the_budget() -> None:
     layers = [layer.layer_idx for layer in run.cache.compressed]
     assert len(layers) == 2
     assert sum(int(layer.segments.lengths.sum()) for layer in run.cache.compressed) == 16 * 2 * 2
+
+
+def test_a_file_on_the_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "scores.json"
+    save_head_scores(numbers(*SCORES), path)
+    method = build_method("sparsemm", "0.25", [f"head_scores={path}", "window=8"])
+    assert method == SparseMM(budget=0.25, window=8, head_scores=str(path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -44,7 +45,7 @@ class SparseMM(SnapKV):
         ratio: of the slots beyond the window, the part that all heads share equally.
     """
 
-    head_scores: str | Sequence[Sequence[float]] | Tensor | None = None
+    head_scores: str | Path | Sequence[Sequence[float]] | Tensor | None = None
     ratio: float = 0.1
 
     name: ClassVar[str] = "sparsemm"
@@ -58,7 +59,7 @@ class SparseMM(SnapKV):
         """[layers, KV heads] float64, all >= 0."""
         if self.head_scores is None:
             raise MethodError(f"sparsemm: head_scores must be given; {_HOW}")
-        if isinstance(self.head_scores, str):
+        if isinstance(self.head_scores, (str, Path)):
             return load_head_scores(self.head_scores)
         return read_head_scores(self.head_scores, "sparsemm: head_scores")
 
@@ -90,7 +91,7 @@ class SparseMM(SnapKV):
 
     def describe(self) -> dict[str, Any]:
         given = self.head_scores
-        if given is not None and not isinstance(given, str):
+        if given is not None and not isinstance(given, (str, Path)):
             layers, heads = self._scores().shape
             return {**super().describe(), "head_scores": f"{layers} x {heads} numbers"}
         return super().describe()
