@@ -159,7 +159,7 @@ def test_bytes_are_those_of_the_storage() -> None:
 
 def test_a_step_is_one_graph_for_all_steps_and_sessions() -> None:
     """`fullgraph` raises at any graph break. The eager backend checks the capture without generating code."""
-    model, inputs = families.build("qwen2_5_vl", num_hidden_layers=2), families.batch("qwen2_5_vl").inputs
+    model, inputs = families.build("qwen2_5_vl"), families.batch("qwen2_5_vl").inputs
     want = run(model, matrix.method("adakv"), inputs)
     _dynamo.reset()
     _dynamo.utils.counters.clear()
@@ -176,7 +176,7 @@ def test_shortened_sequences_and_chunked_prompts_compile_too() -> None:
         ("llava", "fastv", {"drop_hidden_states": True}, {}),
         ("llama", "snapkv", {}, {"prefill_chunk_size": 16}),
     ):
-        model, inputs = families.build(family, num_hidden_layers=2), families.prompt(family)
+        model, inputs = families.build(family), families.prompt(family)
         method = matrix.method(name, **options)
         _dynamo.reset()
         _dynamo.utils.counters.clear()
@@ -187,7 +187,7 @@ def test_shortened_sequences_and_chunked_prompts_compile_too() -> None:
 
 @pytest.mark.slow
 def test_prompts_of_any_length_share_two_graphs() -> None:
-    model = families.build("qwen2", num_hidden_layers=1)
+    model = families.build("qwen2")
     _dynamo.reset()
     _dynamo.utils.counters.clear()
     shapes = set()
@@ -202,14 +202,14 @@ def test_prompts_of_any_length_share_two_graphs() -> None:
 
 @pytest.mark.slow
 def test_generated_code() -> None:
-    model, inputs = families.build("qwen2", num_hidden_layers=2), families.batch("qwen2").inputs
+    model, inputs = families.build("qwen2"), families.batch("qwen2").inputs
     _dynamo.reset()
     got = run(model, matrix.method("adakv"), inputs, static=ROOM, **compiled("inductor"))
     check_same(got, run(model, matrix.method("adakv"), inputs))
 
 
 def test_a_compiled_step_by_hand() -> None:
-    model, inputs = families.build("qwen2", num_hidden_layers=2), families.prompt("qwen2")
+    model, inputs = families.build("qwen2"), families.prompt("qwen2")
     cache = foveakv.cache_for(model, matrix.method("snapkv"), static=2)
     token = model(**inputs, past_key_values=cache).logits[:, -1:].argmax(-1)
     same = copy.deepcopy(cache)
