@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from foveakv.report import Report
@@ -34,15 +35,19 @@ class Records:
         self.batches.append(entry)
 
     def means(self) -> dict[str, float]:
-        """Mean bytes per request, padding included, and the ratio of the sums; nothing for the plain model."""
+        """Means per request of bytes (padding included), and per batch of seconds; nothing for the plain model."""
         counted = [batch for batch in self.batches if "stored_bytes" in batch]
         if not counted:
             return {}
         requests = sum(len(batch["doc_ids"]) for batch in counted)
         sums = {name: sum(batch[name] for batch in counted) for name in _BYTES}
-        return {name: total / requests for name, total in sums.items()} | {
-            "compression": sums["full_bytes"] / sums["stored_bytes"]
-        }
+        means = {name: total / requests for name, total in sums.items()}
+        means["compression"] = sums["full_bytes"] / sums["stored_bytes"]
+        for name in ("prefill_seconds", "token_seconds"):
+            seconds = [batch[name] for batch in counted if batch[name] is not None]
+            if seconds:
+                means[name] = fmean(seconds)
+        return means
 
     def write(self, path: str | Path) -> None:
         """{"head", "means", "batches"} as JSON; folders on the way are made."""
