@@ -218,6 +218,8 @@ def test_failures_are_grouped_by_their_text() -> None:
         result("random 0.1", 1, None, error="y"),
     )  # fmt: skip
     assert [(f.error, len(f.cases)) for f in summary.failures] == [("y", 2), ("x", 1)]
+    assert summary.failures[0].headline == "2 results: a 0.1, random 0.1 on t"
+    assert summary.failures[1].headline == "1 result: a 0.1 on t"
 
 
 def test_matrix_by_hand() -> None:
@@ -287,7 +289,7 @@ def test_static_heads_are_means_over_items_and_equal_maps_are_joined() -> None:
 def test_chunks_fetched() -> None:
     table = chunks(tiny())
     assert table is not None
-    assert [[cell.main for cell in row] for row in table.rows] == [["a", "10%", "t", "2", "20", "75.0", "3.0 kB"]]
+    assert [[cell.main for cell in row] for row in table.rows] == [["a", "10%", "2", "20", "75.0", "3.0 kB"]]
     assert chunks(run(*scores("full", 1.0))) is None
 
 
@@ -313,7 +315,7 @@ def test_series_of_a_label() -> None:
 
 def test_numbers_as_text() -> None:
     assert [small_number(value) for value in (None, 0, 1.234, 0.0456, 0.001, 3.21e-5, math.nan)] == [
-        "–", "0", "1.23", "0.046", "0.001", "3.2e-5", "–",
+        "–", "0", "1.23", "0.046", "0.0010", "3.2e-5", "–",
     ]  # fmt: skip
     assert [signed(value) for value in (0.123, -0.05, -0.0001, math.nan)] == ["+12.3", "−5.0", "0.0", "–"]
     assert [percent(value) for value in (0.5, -0.0001, None)] == ["50.0", "0.0", "–"]

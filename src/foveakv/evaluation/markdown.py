@@ -27,7 +27,7 @@ def write(report: Report) -> str:
                 lines += ([f"### {plain(table.title)}", ""] if len(section.tables) > 1 else []) + render(table) + [""]
     lines += ["## Failures", ""]
     for failure in report.summary.failures:
-        lines += [f"{len(failure.cases)} with the error {plain(failure.error)}:", ""]
+        lines += [f"{plain(failure.headline)}. {plain(failure.error)}", ""]
         lines += [f"- {plain(task)}, item {item}: {plain(label)}" for task, item, label in failure.cases] + [""]
     if not report.summary.failures:
         lines += ["None.", ""]

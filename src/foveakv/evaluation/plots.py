@@ -155,7 +155,7 @@ def curves(
     figure.text((names + plot + 34) / width, 1 - 14 / total, "accuracy, %", fontsize=8.5, color=_INK, ha="right")
     figure.text(0.01, 1 - 14 / total, title, fontsize=10, color=_INK, weight="bold", parse_math=False)
     _draw_lines(axes, lines, styles)
-    _draw_names(axes, lines, styles, names, height)
+    _draw_names(axes, lines, styles, plot, height)
     return Picture(name, f"{title}: accuracy against {x_label}", _svg(figure, name))
 
 
@@ -256,8 +256,9 @@ def scale_picture() -> Picture:
     scale = ScalarMappable(cmap="cividis")
     scale.set_clim(0, 1)
     bar = figure.colorbar(scale, cax=axes, orientation="horizontal")
-    bar.solids.set_rasterized(False)
-    bar.solids.set_edgecolor("face")
+    if bar.solids is not None:
+        bar.solids.set_rasterized(False)
+        bar.solids.set_edgecolor("face")
     bar.outline.set_visible(False)
     bar.set_ticks([0, 0.25, 0.5, 0.75, 1], labels=["0%", "25%", "50%", "75%", "100%"])
     axes.tick_params(length=0, labelsize=8, labelcolor=_INK)
@@ -305,14 +306,13 @@ def _draw_lines(axes: Axes, lines: Sequence[Curve], styles: dict[str, Look]) -> 
         )  # fmt: skip
 
 
-def _draw_names(axes: Axes, lines: Sequence[Curve], styles: dict[str, Look], room: float, height: float) -> None:
-    """Names in the left margin, each at its line's height or as near to it as the others leave it."""
+def _draw_names(axes: Axes, lines: Sequence[Curve], styles: dict[str, Look], plot: float, height: float) -> None:
+    """Names in the left margin, each at its line's height or as near to it as the others leave it. Sizes in points."""
     low, high = axes.get_ylim()
     starts = [min(line.points, key=lambda point: point.x) for line in lines]
     wanted = [height * (100 * start.y.mean - low) / (high - low) for start in starts]
     gap = min(12.5, height / max(len(lines), 1))
     left = axes.get_xlim()[0]
-    plot = axes.get_position().width * axes.figure.get_figwidth() * _POINT
     for line, start, at, own in zip(lines, starts, spread(wanted, gap, 0, height), wanted, strict=True):
         look = styles[line.series]
         gid = f"series-{look.number}-"

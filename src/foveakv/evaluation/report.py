@@ -111,8 +111,8 @@ class Report:
                     found.append((task + self._mark(task), tables.matrix(own, title, names)))
         return Section(
             "differences", "Differences between methods at the same budget",
-            ("Row less column, in points of accuracy, on the items that both have. Sorted by accuracy. A cell with an "
-             "arrow and a colour has an interval that excludes 0.",),
+            ("Row less column, in points of accuracy, on the items that both have. Sorted by accuracy. A cell with "
+             "an arrow and a colour has an interval that excludes 0. Wide tables scroll sideways.",),
             tuple(found),
         )  # fmt: skip
 
@@ -231,8 +231,8 @@ class _Page:
             rows = "".join(f"<li>{escape(where)}: {escape(label)}</li>" for where, label in cases)
             count = len(failure.cases)
             parts.append(
-                f"<h3>{count} {'result' if count == 1 else 'results'}</h3><pre>{escape(failure.error)}</pre>"
-                f"<details{' open' if count <= 10 else ''}><summary>Which</summary><ul>{rows}</ul></details>"
+                f"<h3>{escape(failure.headline)}</h3><pre>{escape(failure.error)}</pre>"
+                f"<details{' open' if count <= 10 else ''}><summary>All of them</summary><ul>{rows}</ul></details>"
             )
         return "".join(parts) + "</section>"
 

@@ -184,6 +184,13 @@ class Failure:
     error: str
     cases: tuple[tuple[str, int, str], ...]
 
+    @property
+    def headline(self) -> str:
+        """How many, with what, on what."""
+        count = len(self.cases)
+        labels, tasks = [label for _, _, label in self.cases], [task for task, _, _ in self.cases]
+        return f"{count} {'result' if count == 1 else 'results'}: {_few(labels)} on {_few(tasks)}"
+
 
 @dataclass(frozen=True)
 class StaticHeads:
@@ -389,6 +396,12 @@ class Summary:
 
     def _pair(self, task: str, one: Candidate, other: Candidate) -> Floats:
         return strata.common([self.scores(task, one.label), self.scores(task, other.label)])
+
+
+def _few(names: Sequence[str], most: int = 5) -> str:
+    once = list(dict.fromkeys(names))
+    rest = f" and {len(once) - most} more" if len(once) > most else ""
+    return ", ".join(once[:most]) + rest
 
 
 def _same(one: Budget, other: Budget) -> bool:

@@ -80,7 +80,7 @@ def small_number(value: float | None) -> str:
     if value == 0:
         return "0"
     if abs(value) >= 0.001:
-        return f"{value:.2f}" if abs(value) >= 1 else f"{value:.2g}"
+        return f"{value:.2f}" if abs(value) >= 1 else f"{value:#.2g}"
     digits, power = f"{value:.1e}".split("e")
     return f"{digits}e{int(power)}"
 
@@ -210,20 +210,25 @@ def matrix(found: Differences, title: str, names: dict[str, str]) -> Table:
 
 
 def chunks(summary: Summary) -> Table | None:
-    """What methods with a store fetched; None where none did."""
+    """What methods with a store fetched, over all items of all tasks; None where none did."""
     rows = []
     for candidate in sorted(summary.candidates, key=lambda c: (c.series, c.place)):
-        for task in summary.tasks:
-            cell = summary.cells[task, candidate.label]
-            if cell.retrieved is not None:
-                rows.append((
-                    Text(candidate.series, series=candidate.series), Text(budget_text(candidate.budget)), Text(task),
-                    Text(str(cell.n)), Text(f"{cell.retrieved:,.0f}"), Text(percent(cell.hits)),
-                    Text(size_text(cell.host or 0)),
-                ))  # fmt: skip
-    columns = ("method", "budget", "task", "items", "slots chosen from the store, per item",
-               "of these chosen by the step before too, %", "host bytes per item")  # fmt: skip
-    return Table("Chunks fetched", columns, tuple(rows), words=frozenset({0, 2})) if rows else None
+        cells = [summary.cells[task, candidate.label] for task in summary.tasks]
+        count = sum(cell.n for cell in cells)
+        slots = sum(cell.n * (cell.retrieved or 0) for cell in cells)
+        if not slots:
+            continue
+        hits = sum(cell.n * (cell.retrieved or 0) * (cell.hits or 0) for cell in cells)
+        host = sum(cell.n * (cell.host or 0) for cell in cells)
+        rows.append((
+            Text(candidate.series, series=candidate.series), Text(budget_text(candidate.budget)), Text(str(count)),
+            Text(f"{slots / count:,.0f}"), Text(percent(hits / slots)), Text(size_text(host / count)),
+        ))  # fmt: skip
+    columns = (
+        "method", "budget", "items", "slots chosen from the store, per item",
+        "of these chosen by the step before too, %", "host bytes per item",
+    )  # fmt: skip
+    return Table("Chunks fetched", columns, tuple(rows)) if rows else None
 
 
 def leaderboard_json(summary: Summary) -> dict[str, Any]:
