@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from foveakv import __version__
+from foveakv.cli import common
 from foveakv.cli.analyze import analyze
 from foveakv.cli.compare import compare
 from foveakv.cli.eval import evaluation
@@ -42,8 +44,22 @@ def main(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and stop.")
     ] = False,
+    plugin: Annotated[
+        list[Path] | None,
+        typer.Option(help="A Python file that registers methods of your own; its code is run. Repeat it for more."),
+    ] = None,
 ) -> None:
     """Compress the key-value cache of vision-language models, and see what it costs."""
     # libgomp's threads spin for milliseconds at every barrier, which on a machine with other work makes a decoding step
     # up to a hundred times slower. A short spin avoids that. Read when torch is first imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    if plugin:
+        _load_plugins(plugin)
+
+
+@common.friendly
+def _load_plugins(files: list[Path]) -> None:
+    from foveakv.methods.plugins import load_file
+
+    for file in files:
+        load_file(file)

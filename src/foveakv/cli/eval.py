@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -19,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from foveakv.cli import common
 from foveakv.cli.common import DebugOption, DeviceOption, DtypeOption, ModelOption, TrustOption
 from foveakv.cli.compare import _candidates, _names
+from foveakv.cli.eval_report import report
 from foveakv.errors import InputError, MethodError
 
 if TYPE_CHECKING:
@@ -83,6 +82,7 @@ def run(
     from foveakv.evaluation import items as known
     from foveakv.evaluation import runner
     from foveakv.evaluation.plan import Plan, with_baselines
+    from foveakv.methods.plugins import loaded_files
 
     chosen = _chosen(methods, budgets, set_ or [], candidate or [])
     names = known.suite(suite) if tasks is None else _names(tasks, "tasks")
@@ -90,7 +90,7 @@ def run(
         raise InputError("--tasks names no task")
     plan = Plan.of(
         names, with_baselines(chosen), items, seed=seed, model=model, dtype=dtype, device=device,
-        trust_remote_code=trust_remote_code,
+        trust_remote_code=trust_remote_code, plugins=loaded_files(),
     )  # fmt: skip
     try:
         with _Display() as display:
@@ -214,16 +214,24 @@ def _duration(seconds: float) -> str:
 
 def _print_end(plan: Plan, folder: Path, status: Status) -> None:
     """What there is now, and the errors, the most frequent first."""
+    from foveakv.evaluation.runner import does_not_apply
     from foveakv.evaluation.store import read_results
 
     out = common.output()
     failed = f", {status.failed} of them failed" if status.failed else ""
     out.print(f"{status.results} results{failed}: {folder}", markup=False, highlight=False, soft_wrap=True)
+    if status.skipped:
+        out.print(
+            f"{status.skipped} do not apply: the method drops visual tokens only, and the item has no picture",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
     if not status.failed:
         return
     wanted = set(plan.keys())
     errors = Counter(
-        (each.label, each.error) for each in read_results(folder) if each.error is not None and each.key in wanted
+        (each.label, each.error)
+        for each in read_results(folder)
+        if each.error is not None and not does_not_apply(each.error) and each.key in wanted
     )
     for (label, error), count in errors.most_common(10):
         out.print(f"[bold red]{count} x[/bold red] {escape(f'{label}: {error}')}", highlight=False, soft_wrap=True)
@@ -231,5 +239,4 @@ def _print_end(plan: Plan, folder: Path, status: Status) -> None:
         out.print(f"and {len(errors) - 10} other errors", highlight=False)
 
 
-if importlib.util.find_spec("foveakv.cli.eval_report") is not None:
-    evaluation.command()(importlib.import_module("foveakv.cli.eval_report").report)
+evaluation.command()(report)

@@ -52,7 +52,10 @@ class Unit:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run. items: how many of each task. seed: of the items. dtype, device: None means as the model is loaded."""
+    """A run. items: how many of each task. seed: of the items. dtype, device: None means as the model is loaded.
+
+    plugins: files that register methods, see `foveakv.methods.plugins`.
+    """
 
     tasks: tuple[str, ...]
     entries: tuple[Entry, ...]
@@ -62,6 +65,7 @@ class Plan:
     dtype: str | None = None
     device: str | None = None
     trust_remote_code: bool = False
+    plugins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.items < 1 or self.seed < 0:
@@ -109,6 +113,7 @@ class Plan:
             raise InputError(f"this plan has format {data.get('format')!r}; this version of foveakv reads {FORMAT}")
         values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
         values["tasks"] = tuple(data["tasks"])
+        values["plugins"] = tuple(data.get("plugins", ()))
         values["entries"] = tuple(Entry(**entry) for entry in data["entries"])
         return cls(**values)
 

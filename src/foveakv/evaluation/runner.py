@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from foveakv.errors import FoveaKVError, InputError
+from foveakv.errors import FoveaKVError, InputError, NoVisualTokensError
 from foveakv.evaluation import items
 from foveakv.evaluation.plan import Entry, Plan, Unit
 from foveakv.evaluation.results import Result
@@ -34,13 +34,22 @@ Factory = Callable[[Plan], Bench]
 
 @dataclass(frozen=True)
 class Status:
-    """How far a run is. results, items: done, of how many; an item is one question with all methods."""
+    """How far a run is. results, items: done, of how many; an item is one question with all methods.
+
+    failed: results with an error; skipped: those whose error says that the method does not apply (`does_not_apply`).
+    """
 
     results: int
     total: int
     items: int
     total_items: int
     failed: int
+    skipped: int = 0
+
+
+def does_not_apply(error: str | None) -> bool:
+    """Whether an error only says that a method which drops visual tokens alone met an item without a picture."""
+    return error is not None and error.startswith(f"{NoVisualTokensError.__name__}:")
 
 
 def load_bench(plan: Plan) -> Bench:
@@ -91,7 +100,9 @@ def run(
     for task in plan.tasks:
         items.find(task)
     with Store(folder, plan) as store:
-        finished = {key for key, error in store.done.items() if error is None or not retry_failed}
+        finished = {
+            key for key, error in store.done.items() if not retry_failed or error is None or does_not_apply(error)
+        }
         units = plan.units(finished)
         tally = _Tally(plan, store, units)
         if progress is not None:
@@ -144,7 +155,10 @@ class Worker:
             os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # as for the command line, see cli/app.py
             importlib.import_module("torch").set_num_threads(self.threads)
         from foveakv import environment
+        from foveakv.methods.plugins import load_file
 
+        for file in self.plan.plugins:
+            load_file(file)
         self.bench = self.factory(self.plan)
         self.candidates = {entry.label: entry.candidate() for entry in self.plan.entries}
         return environment.describe(getattr(getattr(self.bench, "loaded", None), "model", None))
@@ -200,15 +214,19 @@ class _Tally:
         wanted = set(plan.keys())
         self.total, self.total_items = len(wanted), len(plan.units())
         again = {(unit.task, unit.number, unit.seed, label) for unit in units for label in unit.labels}
-        self.failed = {key for key in wanted - again if store.done.get(key) is not None}
+        errors = {key: error for key in wanted - again if (error := store.done.get(key)) is not None}
+        self.skipped = sum(map(does_not_apply, errors.values()))
+        self.failed = len(errors) - self.skipped
 
     def add(self, result: Result) -> None:
         place = (result.task, result.item)
         self.missing[place] -= 1
         if not self.missing[place]:
             del self.missing[place]
-        if result.error is not None:
-            self.failed.add(result.key)
+        if does_not_apply(result.error):
+            self.skipped += 1
+        elif result.error is not None:
+            self.failed += 1
 
     def status(self) -> Status:
         return Status(
@@ -216,5 +234,6 @@ class _Tally:
             total=self.total,
             items=self.total_items - len(self.missing),
             total_items=self.total_items,
-            failed=len(self.failed),
+            failed=self.failed,
+            skipped=self.skipped,
         )
