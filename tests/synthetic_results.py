@@ -19,21 +19,26 @@ TITLES = {task: f"What the task {task} asks" for task in TASKS}
 HEADS = (30, 3)
 
 
-def plan(items: int = 24, budgets: tuple[float, ...] = BUDGETS, methods: tuple[str, ...] = METHODS) -> Plan:
+def plan(
+    items: int = 24,
+    budgets: tuple[float, ...] = BUDGETS,
+    methods: tuple[str, ...] = METHODS,
+    tasks: tuple[str, ...] = TASKS,
+) -> Plan:
     entries = [Entry("full", "full", {"method": "full"}), Entry("fastv-own", "fastv", {"method": "fastv"})]
     entries += [
         Entry(f"{method} {budget}", method, {"method": method, "budget": budget})
         for method in methods
         for budget in budgets
     ]
-    return Plan(TASKS, tuple(entries), items, seed=7)
+    return Plan(tasks, tuple(entries), items, seed=7)
 
 
 def results(chosen: Plan, seed: int = 0) -> list[Result]:
     """Better methods lose less; `hard` is too hard for the full cache, and on `blind` nothing is lost at all."""
     generator = np.random.default_rng(seed)
     found = []
-    for task in TASKS:
+    for task in chosen.tasks:
         for item in range(chosen.items):
             base = float(generator.random() < (0.6 if task == "hard" else 0.97))
             for place, entry in enumerate(chosen.entries):

@@ -40,8 +40,8 @@ START = {
 }
 
 
-def small(items: int = 4, **values: Any) -> Report:
-    plan = synthetic.plan(items, budgets=(0.05, 0.5), methods=("hae", "hybridkv", "quest", "cam", "random"))
+def small(items: int = 4, tasks: tuple[str, ...] = ("needle", "turns"), **values: Any) -> Report:
+    plan = synthetic.plan(items, (0.05, 0.5), ("hae", "hybridkv", "quest", "cam", "random"), tasks)
     results = synthetic.results(plan)
     if values:
         results[5] = replace(results[5], **values)
@@ -51,7 +51,7 @@ def small(items: int = 4, **values: Any) -> Report:
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
-    write(small(6), folder)
+    write(small(6, synthetic.TASKS), folder)
     return folder
 
 
@@ -165,7 +165,7 @@ def test_the_same_results_give_the_same_files() -> None:
 
 def test_nothing_but_the_full_cache() -> None:
     """No budget, no floor, one item: a page all the same."""
-    plan = synthetic.plan(1, methods=())
+    plan = synthetic.plan(1, methods=(), tasks=("needle",))
     page = Report("full", Summary(plan, synthetic.results(plan)), []).html()
     assert "random was not run here" in page
     assert "not recorded" in page

@@ -241,7 +241,7 @@ def _static_picture(name: str, found: StaticHeads) -> Picture:
         side.set_visible(False)
     axes.set_xlabel("layer", fontsize=8.5, color=_INK)
     axes.set_ylabel("KV head", fontsize=8.5, color=_INK)
-    title = ", ".join(found.labels)
+    title = _short(", ".join(found.labels), 56)
     figure.text(0.01, 1 - 14 / total, title, fontsize=9.5, color=_INK, weight="bold", parse_math=False)
     return Picture(name, f"Static heads of {title}", _svg(figure, name))
 
@@ -432,8 +432,8 @@ def _svg(figure: Figure, name: str) -> str:
     return out.getvalue()
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= 17 else text[:16] + "\u2026"
+def _short(text: str, most: int = 17) -> str:
+    return text if len(text) <= most else text[: most - 1] + "\u2026"
 
 
 def _slug(text: str) -> str:

@@ -155,14 +155,16 @@ class _Page:
     def text(self) -> str:
         report = self.report
         sections = [section for section in report.sections if section.lead or section.tables or section.pictures]
-        links = "".join(f'<a href="#{s.anchor}">{escape(s.title)}</a>' for s in sections)
+        named = [(s.anchor, s.title) for s in sections]
+        named.insert(-1, ("failures", "Failures"))
+        links = "".join(f'<a href="#{anchor}">{escape(title)}</a>' for anchor, title in named)
         facts = "".join(f"<dt>{escape(name)}</dt><dd>{_fact(name, value)}</dd>" for name, value in report.facts)
         warnings = "".join(f"<li>{escape(line)}</li>" for line in report.warnings)
         symbols = "".join(f'<g id="look{x.number}">{plots.swatch(x)}</g>' for x in report.looks.values())
         body = [
             f'<svg class="store" aria-hidden="true"><defs>{symbols}</defs></svg>',
             f'<header><h1>{escape(report.title)}</h1><p class="lead">{escape(headline.MEANING)}</p></header>',
-            f'<nav aria-label="Sections">{links}<a href="#failures">Failures</a></nav>',
+            f'<nav aria-label="Sections">{links}</nav>',
             f'<div class="warning" id="warnings"><ul>{warnings}</ul></div>' if warnings else "",
             f'<dl id="run">{facts}</dl>',
             *map(self._section, sections[:-1]),
