@@ -68,7 +68,7 @@ class FakeBench:
 
 
 class FailingBench(FakeBench):
-    """HAE's results have errors; item 1 of fake-b raises before its first result, item 2 after it."""
+    """HAE fails, random does not apply to item 0; fake-b's item 1 raises before its first result, item 2 after it."""
 
     def run(self, item: Item, candidates: Sequence[Any]) -> Iterator[Result]:
         if (item.task, item.number) == ("fake-b", 1):
@@ -76,6 +76,8 @@ class FailingBench(FakeBench):
         for result in super().run(item, candidates):
             if result.method == "hae":
                 yield Result(*list(vars(result).values())[:7], error="MethodError: not today")
+            elif result.method == "random" and item.number == 0:
+                yield Result(*list(vars(result).values())[:7], error="NoVisualTokensError: random needs a picture")
             else:
                 yield result
             if (item.task, item.number) == ("fake-b", 2):

@@ -142,20 +142,23 @@ def test_errors_stay_with_their_items(tmp_path: Path, log: Path) -> None:
     status = run(plan, tmp_path / "run", factory=fake_bench.make_failing)
     errors = {key: result.error for key, result in found(tmp_path / "run").items() if result.error}
     # fake-b: item 1 fails whole, item 2 after its first result; everywhere else 2 results of hae fail.
-    assert status == Status(42, 42, 6, 6, failed=7 + 6 + 4 * 2)
-    assert len(errors) == 21
+    assert status == Status(42, 42, 6, 6, failed=7 + 6 + 4 * 2, skipped=2 * 2)
+    assert len(errors) == 25
     assert errors["fake-a", 0, 0, "hae 0.1"] == "MethodError: not today"
     assert re.fullmatch(r"ValueError: no such item \(fake_bench\.py, line \d+\)", errors["fake-b", 1, 0, "full"] or "")
     assert ("fake-b", 2, 0, "full") not in errors
     failed = found(tmp_path / "run")["fake-b", 1, 0, "hae 0.1"]
     assert (failed.method, failed.budget, failed.settings["method"]) == ("hae", 0.1, "hae")
     # They are done, unless they are asked for again.
-    assert run(plan, tmp_path / "run", factory=fake_bench.make).failed == 21
+    assert run(plan, tmp_path / "run", factory=fake_bench.make_none) == status
     seen: list[Status] = []
     run(plan, tmp_path / "run", factory=fake_bench.make, retry_failed=True, progress=seen.append)
-    assert seen[0] == Status(21, 42, 1 - 1, 6, 0)
-    assert seen[-1] == Status(42, 42, 6, 6, 0)
-    assert found(tmp_path / "run") == expected(tmp_path, plan)
+    assert seen[0] == Status(21, 42, 0, 6, 0, skipped=4)
+    assert seen[-1] == Status(42, 42, 6, 6, 0, skipped=4)
+    left = {key: result for key, result in found(tmp_path / "run").items() if result.error is None}
+    assert len(left) == 38
+    whole = expected(tmp_path, plan)
+    assert left == {key: whole[key] for key in left}
 
 
 def test_a_bench_that_gives_too_little_is_noted(tmp_path: Path, log: Path) -> None:
@@ -322,6 +325,8 @@ def test_command_says_what_failed(tmp_path: Path, log: Path, monkeypatch: pytest
     result = command(*args)
     assert result.exit_code == 1
     assert "6 results, 2 of them failed" in result.stdout
+    assert "1 do not apply" in result.stdout
+    assert "random" not in result.stdout
     assert "2 x hae 0.1: MethodError: not today" in result.stdout
     monkeypatch.setattr(runner, "run", lambda *a, **k: run(*a, **k, factory=fake_bench.make))
     assert command(*args).exit_code == 1

@@ -75,13 +75,14 @@ def _connect(ray: ModuleType, workers: int, address: str | None) -> bool:
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise InputError(f"no Ray cluster answers at {address}: {error}") from error
         return True
+    logging.getLogger("ray").setLevel(logging.ERROR)  # it warns of how its own processes trust each other
     ray.init(
         address="local",  # never a cluster that happens to run here
         num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         include_dashboard=False,
         object_store_memory=100 * 2**20,  # results are small
         log_to_driver=False,
-        logging_level=logging.WARNING,
+        logging_level=logging.ERROR,
     )
     return True
 
