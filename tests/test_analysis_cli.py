@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -180,3 +181,11 @@ def test_analyses_of_the_embedded_model(tmp_path: Path) -> None:
     data = json.loads(out.read_text())
     assert data["prompts"][0]["evicted"] == 128 - 42
     assert len(data["prompts"][0]["overlap"]) == 30
+
+
+@pytest.mark.parametrize("command", [("analyze", "heads"), ("analyze", "sparsity"), ("analyze", "eviction"), ("show",)])
+def test_options_are_documented(command: tuple[str, ...]) -> None:
+    page = (Path(__file__).parents[1] / "docs/cli.md").read_text()
+    text = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
+    options = set(re.findall(r"--[a-z][a-z-]+", text)) - {"--help", "--no-trust-remote-code"}
+    assert [option for option in sorted(options) if option not in page] == []
