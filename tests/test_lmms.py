@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_folder
 import torch
@@ -16,7 +17,7 @@ import torch
 import foveakv
 from foveakv.errors import BudgetError, InputError, MethodError, NoVisualTokensError, UnsupportedModeError
 from foveakv.lmms_eval import arguments, fill
-from foveakv.lmms_eval.prompts import batch_inputs, render
+from foveakv.lmms_eval.prompts import batch_inputs, read_video, render
 from foveakv.lmms_eval.records import Records
 
 ROOT = Path(__file__).parents[1]
@@ -118,6 +119,54 @@ def test_contents_that_cannot_be_read(tmp_path: Path) -> None:
         batch_inputs(processor, [conversation({"type": "image", "url": str(tmp_path / "no.png")}, "what?")], {})
     with pytest.raises(InputError, match="reads text only"):
         batch_inputs(tiny_folder.tokenizer(), [conversation(tiny_folder.picture(0), "what?")], {})
+
+
+def video(path: Path, frames: int) -> str:
+    """A file of gray frames that get brighter."""
+    cv2 = pytest.importorskip("cv2", reason="OpenCV is not installed: pip install opencv-python-headless")
+    writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"MJPG"), 10.0, (64, 48))
+    for i in range(frames):
+        writer.write(np.full((48, 64, 3), 20 * i, dtype=np.uint8))
+    writer.release()
+    return str(path)
+
+
+def test_frames_of_a_video_are_evenly_spaced(tmp_path: Path) -> None:
+    path = video(tmp_path / "clip.avi", 10)
+    some, metadata = read_video(path, 4)
+    assert some.shape == (4, 48, 64, 3)
+    assert list(metadata.frames_indices) == [0, 3, 6, 9]
+    assert metadata.fps == 10
+    assert np.allclose(some.mean(axis=(1, 2, 3)), [0, 60, 120, 180], atol=4)
+    assert len(read_video(path, 32)[0]) == 10
+
+
+def test_videos_reach_the_processor_with_their_times(tmp_path: Path) -> None:
+    """What the families' video processors make of them needs torchvision and is not tested."""
+    seen: dict[str, Any] = {}
+
+    def processor(**options: Any) -> dict[str, Any]:
+        seen.update(options)
+        return {}
+
+    processor.tokenizer = SimpleNamespace(bos_token=None)  # type: ignore[attr-defined]
+    clip = {"type": "video", "url": video(tmp_path / "clip.avi", 6)}
+    batch_inputs(processor, [conversation(clip, "what?"), conversation("nothing")], {}, frames=2)
+    assert seen["text"] == ["<video>what?", "nothing"]
+    assert [len(frames) for frames in seen["videos"]] == [2]
+    assert list(seen["video_metadata"][0].frames_indices) == [0, 5]
+    assert seen["do_sample_frames"] is False
+
+
+def test_videos_that_cannot_be_read(tmp_path: Path) -> None:
+    pytest.importorskip("cv2")
+    (tmp_path / "text.mp4").write_text("no video")
+    with pytest.raises(InputError, match="not a video"):
+        read_video(str(tmp_path / "text.mp4"), 4)
+    with pytest.raises(InputError, match="not found"):
+        read_video(str(tmp_path / "no.mp4"), 4)
+    with pytest.raises(InputError, match="from paths"):
+        read_video({"url": "a.mp4", "video_start": 1}, 4)
 
 
 # ---- figures

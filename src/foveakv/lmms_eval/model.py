@@ -41,7 +41,7 @@ class FoveaKV(Huggingface):
         batch_size: requests that are generated together, padded on the left.
         max_batch_size: ignored; lmms-eval passes it to every model.
         system_prompt: a text, or a file with it.
-        max_num_frames: frames taken of a video.
+        max_num_frames: the most frames taken of a video, evenly spaced.
         report: file for the figures of every batch; with several processes `.rankN` goes before the suffix.
         settings: `method.<option>`, `processor.<option>`, kv_dtype, exact_window, max_decode_slots, backend, static.
 
@@ -150,20 +150,14 @@ class FoveaKV(Huggingface):
 
     def _answer(self, batch: list[tuple[Any, ...]]) -> tuple[list[str], list[int], float]:
         """Texts, numbers of new tokens, and the seconds that `generate` took."""
-        conversations, has_video = [], False
+        conversations = []
         for _, doc_to_messages, _, doc_id, task, split in batch:
             messages = doc_to_messages(self.task_dict[task][split][doc_id])
             if self.system_prompt:
                 messages = self._apply_system_prompt(messages, self.system_prompt)
             conversations.append(ChatMessages(messages=messages).model_dump()["messages"])
-            has_video = has_video or any(part["type"] == "video" for m in conversations[-1] for part in m["content"])
-        frames = {"num_frames": self.max_num_frames, "do_sample_frames": True} if has_video else {}
-        inputs = {
-            key: _to_model(value, self._model)
-            for key, value in batch_inputs(
-                self.processor, conversations, {**frames, **self.arguments.processor}
-            ).items()
-        }
+        made = batch_inputs(self.processor, conversations, self.arguments.processor, frames=self.max_num_frames)
+        inputs = {key: _to_model(value, self._model) for key, value in made.items()}
         length = inputs["input_ids"].shape[1]
         start = time.perf_counter()
         with torch.inference_mode(), self._session() as session:
