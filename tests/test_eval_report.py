@@ -171,6 +171,22 @@ def test_nothing_but_the_full_cache() -> None:
     assert "not recorded" in page
 
 
+def test_a_run_that_has_only_begun() -> None:
+    """Some candidates of the first task: no picture without a line, and the rest says what is missing."""
+    report = small(2)
+    begun = [r for r in report.summary.results if r.item == 0 and r.task == "needle"][:4]
+    begun = [replace(result, score=0.5) for result in begun]  # too little to rank
+    found = Report("begun", Summary(report.summary.plan, begun))
+    names = [picture.name for picture in found.pictures]
+    assert "accuracy-needle" in names
+    assert "accuracy-turns" not in names
+    assert "accuracy-bytes" not in names
+    page = found.html()
+    assert "Task turns: the full cache has no result here" in page
+    assert 'id="cost"' not in page
+    found.markdown()
+
+
 def test_no_full_cache() -> None:
     report = small()
     rest = [result for result in report.summary.results if result.method != "full"]

@@ -106,7 +106,7 @@ def _machine(machine: dict[str, Any]) -> str:
     parts = [machine.get("accelerator"), machine.get("cpu")]
     text = ", ".join(str(part) for part in parts if part)
     threads = machine.get("threads")
-    return text + (f", {threads} threads" if threads else "")
+    return text + (f", {threads} {'thread' if threads == 1 else 'threads'}" if threads else "")
 
 
 def _versions(machine: dict[str, Any]) -> str:

@@ -20,11 +20,10 @@ def write(report: Report) -> str:
         lines += ["**Beware:**", "", *(f"- {plain(line)}" for line in report.warnings), ""]
     lines += [f"- {name}: {plain(value)}" for name, value in report.facts] + [""]
     for section in report.sections[:-1]:
-        if section.lead or section.tables or section.pictures:
-            lines += [f"## {section.title}", "", *(line for text in section.lead for line in (plain(text), ""))]
-            lines += [line for p in section.pictures for line in (f"![{plain(p.title)}](plots/{p.name}.svg)", "")]
-            for _, table in section.tables:
-                lines += ([f"### {plain(table.title)}", ""] if len(section.tables) > 1 else []) + render(table) + [""]
+        lines += [f"## {section.title}", "", *(line for text in section.lead for line in (plain(text), ""))]
+        lines += [line for p in section.pictures for line in (f"![{plain(p.title)}](plots/{p.name}.svg)", "")]
+        for _, table in section.tables:
+            lines += ([f"### {plain(table.title)}", ""] if len(section.tables) > 1 else []) + render(table) + [""]
     lines += ["## Failures", ""]
     for failure in report.summary.failures:
         lines += [f"{plain(failure.headline)}. {plain(failure.error)}", ""]
@@ -52,7 +51,8 @@ def plain(text: str) -> str:
 
 
 def _cell(text: Text) -> str:
-    content = plain(str(text))
+    small = text.small if text.small.startswith("[") else f"({text.small})" if text.small else ""
+    content = plain(f"{text.main} {small}")
     return f"**{content}**" if content and text.kind in ("better", "worse") else content
 
 

@@ -187,14 +187,24 @@ def accuracy_pictures(summary: Summary, styles: dict[str, Look]) -> list[Picture
                 for series, members in _members(summary, tasks).items()
             ]
             name = f"accuracy-{part}" if kind == "ratio" else f"accuracy-{kind}-{part}"
-            found.append(curves(name, title, label, [line for line in lines if line.points], styles, ticks))
+            lines = [line for line in lines if line.points]
+            if lines:
+                found.append(curves(name, title, label, lines, styles, ticks))
     return found
 
 
 def cost_pictures(summary: Summary, styles: dict[str, Look]) -> list[Picture]:
-    """Accuracy against stored bytes, and against time per token; means over ranking tasks (all, where none ranks)."""
-    tasks = summary.ranked or summary.tasks
-    over = f"mean of {len(tasks)} " + ("ranking tasks" if summary.ranked else "tasks")
+    """Accuracy against stored bytes, and against time per token; means over ranking tasks.
+
+    Where none ranks, over the tasks on which every candidate has a result; without such a task there is no picture.
+    """
+    every = [task for task in summary.tasks if all(summary.cells[task, c.label].n for c in summary.candidates)]
+    tasks = summary.ranked or every
+    if not tasks:
+        return []
+    over = tasks[0]
+    if len(tasks) > 1:
+        over = f"mean of {len(tasks)} {'ranking tasks' if summary.ranked else 'tasks'}"
     bytes_ticks = [(x, f"{100 * x:g}%") for x in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)]
     time_ticks = [
         (x, f"{x:g}") for x in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 50.0)
@@ -376,7 +386,7 @@ def _limits(axes: Axes, lines: Sequence[Curve], ticks: Sequence[tuple[float, str
         if not math.isnan(value)
     ]
     low, high = 100 * min(ys, default=0), 100 * max(ys, default=1)
-    axes.set_ylim(min(10 * math.floor((low - 1) / 10), 80) if low >= 2 else -2, min(high + 2, 102))
+    axes.set_ylim(min(10 * math.floor((low - 1) / 10), 80) if low >= 2 else -2, min(max(high, low + 10) + 2, 102))
     xs = [point.x for line in lines if not line.level for point in line.points] or [at for at, _ in ticks]
     wide = (max(xs) / min(xs)) ** 0.06
     wide = max(wide, 1.08)

@@ -31,6 +31,11 @@ class Section:
     pictures: tuple[Picture, ...] = ()
     legend: bool = False
 
+    @property
+    def empty(self) -> bool:
+        """The lead speaks of figures that are not there."""
+        return self.anchor in ("budget", "cost", "differences") and not self.tables and not self.pictures
+
 
 class Report:
     """Everything that a report shows. starts: from run.json."""
@@ -55,7 +60,7 @@ class Report:
     def sections(self) -> list[Section]:
         """In the order of the page; without those that have nothing to show."""
         summary = self.summary
-        return [
+        found = [
             Section("tasks", "Tasks", tables=(("", tables.task_states(summary)),)),
             self._leaderboards(),
             Section(
@@ -74,6 +79,7 @@ class Report:
             *self._store(),
             Section("rules", "How to read the figures", tuple(headline.rules())),
         ]  # fmt: skip
+        return [section for section in found if not section.empty]
 
     def html(self) -> str:
         """The page."""
@@ -154,7 +160,7 @@ class _Page:
 
     def text(self) -> str:
         report = self.report
-        sections = [section for section in report.sections if section.lead or section.tables or section.pictures]
+        sections = report.sections
         named = [(s.anchor, s.title) for s in sections]
         named.insert(-1, ("failures", "Failures"))
         links = "".join(f'<a href="#{anchor}">{escape(title)}</a>' for anchor, title in named)

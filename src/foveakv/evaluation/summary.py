@@ -119,10 +119,10 @@ class TaskState:
 
     @property
     def reasons(self) -> list[str]:
+        if math.isnan(self.full.mean):
+            return ["the full cache has no result here: not used to rank"]
         found = []
-        if self.weak and math.isnan(self.full.mean):
-            found.append("the full cache has no result here: not used to rank")
-        elif self.weak:
+        if self.weak:
             found.append(f"full accuracy is under {FULL_AT_LEAST:.0%}: not used to rank")
         if self.blind:
             found.append("cannot tell the full cache from random: says nothing about methods, not used to rank")
