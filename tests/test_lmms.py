@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import torch
 
 import foveakv
 from foveakv.errors import BudgetError, InputError, MethodError, NoVisualTokensError, UnsupportedModeError
+from foveakv.head_scores import save_head_scores
 from foveakv.lmms_eval import arguments, fill
 from foveakv.lmms_eval.prompts import batch_inputs, read_video, render
 from foveakv.lmms_eval.records import Records
@@ -142,7 +144,7 @@ def test_frames_of_a_video_are_evenly_spaced(tmp_path: Path) -> None:
 
 
 def test_videos_reach_the_processor_with_their_times(tmp_path: Path) -> None:
-    """What the families' video processors make of them needs torchvision and is not tested."""
+    """What the families' video processors make of them needs torchvision and is no part of this test."""
     seen: dict[str, Any] = {}
 
     def processor(**options: Any) -> dict[str, Any]:
@@ -252,6 +254,17 @@ def test_the_marks_of_the_page_can_be_read(tmp_path: Path) -> None:
     assert filled == 0
     assert len(missing) == text.count("<!-- ours ")
     assert missing
+
+
+@pytest.mark.parametrize("page", ["papers.md", "lmms-eval.md"])
+def test_the_commands_of_the_pages_can_be_read(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_head_scores(torch.rand(2, 2), "qwen-heads.json")  # the file that SparseMM's command names
+    found = re.findall(r"\bmethod=\w+[^\s\"`]*", (ROOT / "docs" / page).read_text(encoding="utf8"))
+    assert len(found) > 3
+    for words in found:
+        settings = dict(word.split("=", 1) for word in words.split(","))
+        arguments.parse(settings.pop("method"), settings.pop("budget", None), settings, NAMED)
 
 
 # ---- whole runs
