@@ -6,7 +6,7 @@ import importlib.metadata
 import platform
 from typing import Any
 
-PACKAGES = ("torch", "transformers", "numpy", "pillow", "torchvision", "onnx", "gguf", "matplotlib")
+PACKAGES = ("torch", "transformers", "numpy", "pillow", "torchvision", "onnx", "gguf", "matplotlib", "ray")
 
 
 def versions() -> dict[str, str | None]:

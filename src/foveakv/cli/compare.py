@@ -23,10 +23,10 @@ from foveakv.cli.common import (
     TokensOption,
     TrustOption,
 )
-from foveakv.errors import InputError, MethodError
+from foveakv.errors import InputError
 
 if TYPE_CHECKING:
-    from foveakv.compare import Candidate, Comparison
+    from foveakv.compare import Comparison
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ def compare(
 
     Example: foveakv compare --sample 8 --methods full,hybridkv,snapkv --budgets 0.1,0.2 --kept-png kept.png
     """
+    from foveakv.cli.settings import parse_candidates, split_names
     from foveakv.compare import compare as run
     from foveakv.inputs import build_inputs, read_images
     from foveakv.memory.codes import check_options
@@ -102,7 +103,7 @@ def compare(
     if kept_png is not None and not (image or sample):
         raise InputError("--kept-png needs pictures: give --image or --sample")
     check_options(kv_dtype, exact_window)
-    chosen = _candidates(_names(methods, "methods"), _names(budgets, "budgets"), set_ or [])
+    chosen = parse_candidates(split_names(methods, "methods"), split_names(budgets, "budgets"), set_ or [])
     if sample is not None:
         task = _Task.of_sample(sample, sample_kind, ask_all)
     else:
@@ -122,30 +123,6 @@ def compare(
     _write(result, task, json, plot, kept_png)
     if result.failures:
         raise typer.Exit(common.EXIT_CODE)
-
-
-def _names(text: str, what: str) -> list[str]:
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names and what == "methods":
-        raise MethodError("--methods names no method")
-    return list(dict.fromkeys(names))
-
-
-def _candidates(names: list[str], budgets: list[str], assignments: list[str]) -> list[Candidate]:
-    from foveakv.budget import parse_budget
-    from foveakv.cli.settings import parse_assignments, parse_value
-    from foveakv.compare import candidates
-
-    grouped: dict[str, list[str]] = {}
-    for assignment in assignments:
-        name, dot, rest = assignment.partition(".")
-        if not dot or "=" in name:
-            raise MethodError(f"--set {assignment!r} is not of the form method.key=value")
-        grouped.setdefault(name, []).append(rest)
-    for budget in budgets:
-        parse_budget(budget)
-    values = [parse_value("budget", float | int | str, budget) for budget in budgets]
-    return candidates(names, values, {name: parse_assignments(name, own) for name, own in grouped.items()})
 
 
 def _print(result: Comparison, task: _Task) -> None:

@@ -16,7 +16,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from foveakv.cli import common
 from foveakv.cli.common import DebugOption, DeviceOption, DtypeOption, ModelOption, TrustOption
-from foveakv.cli.compare import _candidates, _names
 from foveakv.cli.eval_report import report
 from foveakv.errors import InputError, MethodError
 
@@ -79,13 +78,14 @@ def run(
     Example: foveakv eval run --tasks cards-4,turns --methods hae,hybridkv --budgets 0.1,0.2 --items 50 --out runs/first
     """
     common.quiet_transformers()
+    from foveakv.cli.settings import split_names
     from foveakv.evaluation import items as known
     from foveakv.evaluation import runner
     from foveakv.evaluation.plan import Plan, with_baselines
     from foveakv.methods.plugins import loaded_files
 
     chosen = _chosen(methods, budgets, set_ or [], candidate or [])
-    names = known.suite(suite) if tasks is None else _names(tasks, "tasks")
+    names = known.suite(suite) if tasks is None else split_names(tasks, "tasks")
     if not names:
         raise InputError("--tasks names no task")
     plan = Plan.of(
@@ -110,24 +110,28 @@ def run(
 
 def _chosen(methods: str, budgets: str, assignments: list[str], named: list[str]) -> list[Candidate]:
     """The candidates of `--methods` and `--candidate`, full first and random last."""
-    values = _names(budgets, "budgets")
-    names = _names(methods, "methods") if methods.strip() else []
+    from foveakv.cli.settings import parse_candidates, split_names
+
+    values = split_names(budgets, "budgets")
+    names = split_names(methods, "methods") if methods.strip() else []
     names = ["full", *(name for name in names if name not in ("full", "random")), "random"]
     own = [each for text in named for each in parse_candidate(text, values)]
-    found = _candidates(names, values, assignments)
+    found = parse_candidates(names, values, assignments)
     last = [each for each in found if each.method.name == "random"]
     return [*(each for each in found if each not in last), *own, *last]
 
 
 def parse_candidate(text: str, budgets: Sequence[str] = ()) -> list[Candidate]:
     """ "label=method:key=value,key=value" as one candidate, or as one per budget where it names none."""
+    from foveakv.cli.settings import parse_candidates
+
     label, equals, rest = (part.strip() for part in text.partition("="))
     name, _, settings = (part.strip() for part in rest.partition(":"))
     if not equals or not label or not name or ":" in label:
         raise MethodError(f"--candidate {text!r} is not of the form label=method:key=value,key=value")
     own = [f"{name}.{setting.strip()}" for setting in settings.split(",") if setting.strip()]
     try:
-        found = _candidates([name], list(budgets), own)
+        found = parse_candidates([name], list(budgets), own)
     except MethodError as error:
         raise MethodError(f"--candidate {label}: {error}") from error
     return [replace(each, label=label + each.label.removeprefix(name)) for each in found]

@@ -1,4 +1,4 @@
-"""`--set key=value` and `--budget`: words on the command line -> the values that a method's fields take."""
+"""`--set key=value`, `--budget` and lists: words on the command line -> the values that a method's fields take."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import dataclasses
 import types
 import typing
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foveakv.budget import parse_budget
 from foveakv.errors import MethodError
 from foveakv.methods import Method, find, get, near
+
+if TYPE_CHECKING:
+    from foveakv.compare import Candidate
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
@@ -47,6 +50,40 @@ def parse_assignments(name: str, assignments: Sequence[str]) -> dict[str, Any]:
             raise MethodError(f"--set gives {key} twice")
         options[key] = parse_value(key, known[key], value.strip())
     return options
+
+
+def split_names(text: str, what: str) -> list[str]:
+    """Names between commas, each once. MethodError: --methods names none."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names and what == "methods":
+        raise MethodError("--methods names no method")
+    return list(dict.fromkeys(names))
+
+
+def parse_options(assignments: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """["hae.recent=16", ...] -> {"hae": {"recent": 16}}: settings of several methods."""
+    grouped: dict[str, list[str]] = {}
+    for assignment in assignments:
+        name, dot, rest = assignment.partition(".")
+        if not dot or "=" in name:
+            raise MethodError(f"--set {assignment!r} is not of the form method.key=value")
+        grouped.setdefault(name, []).append(rest)
+    return {name: parse_assignments(name, own) for name, own in grouped.items()}
+
+
+def parse_budgets(texts: Sequence[str]) -> list[float | int | str]:
+    """Checks budgets and gives them as the numbers that they are, or as text ("10%", "512MiB")."""
+    for text in texts:
+        parse_budget(text)
+    return [parse_value("budget", float | int | str, text) for text in texts]
+
+
+def parse_candidates(names: Sequence[str], budgets: Sequence[str], assignments: Sequence[str]) -> list[Candidate]:
+    """Every method at every budget, with the settings of `--set method.key=value`."""
+    from foveakv.compare import candidates
+
+    values = parse_budgets(budgets)
+    return candidates(names, values, parse_options(assignments))
 
 
 def field_types(cls: type[Method]) -> dict[str, Any]:

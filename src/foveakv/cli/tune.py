@@ -11,7 +11,6 @@ from rich.markup import escape
 
 from foveakv.cli import common
 from foveakv.cli.common import DebugOption, DeviceOption, DtypeOption, ModelOption, TrustOption
-from foveakv.errors import MethodError
 
 if TYPE_CHECKING:
     from foveakv.tuning import Tuned
@@ -43,22 +42,15 @@ def tune(
 
     Example: foveakv tune --model demo --data prompts --max-loss 0.01
     """
-    from foveakv.cli.settings import parse_assignments, parse_value
+    from foveakv.cli.settings import parse_budgets, parse_options, split_names
     from foveakv.evaluation.trial import Bench
     from foveakv.tuning import BUDGETS, FEW, read_prompts
     from foveakv.tuning import tune as run
 
     common.check_output_files(json)
-    names = [name.strip() for name in methods.split(",") if name.strip()]
-    texts = [text.strip() for text in budgets.split(",") if text.strip()] if budgets else []
-    values = [parse_value("budget", float | int | str, text) for text in texts] or list(BUDGETS)
-    grouped: dict[str, list[str]] = {}
-    for assignment in set_ or []:
-        name, dot, rest = assignment.partition(".")
-        if not dot or "=" in name:
-            raise MethodError(f"--set {assignment!r} is not of the form method.key=value")
-        grouped.setdefault(name, []).append(rest)
-    options = {name: parse_assignments(name, own) for name, own in grouped.items()}
+    names = split_names(methods, "methods")
+    values = parse_budgets(split_names(budgets, "budgets")) if budgets else list(BUDGETS)
+    options = parse_options(set_ or [])
     prompts = read_prompts(data, max_new_tokens)
     loaded = common.load_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     with common.messages().status("reading the prompts") as status:
