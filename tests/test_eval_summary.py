@@ -332,3 +332,12 @@ def test_leaderboard_json_holds_plain_values() -> None:
     (cell,) = [cell for cell in data["cells"] if cell["label"] == "a 0.1"]
     assert cell["kl"] == pytest.approx(0.15)
     assert cell["change"]["n"] == 2
+
+
+def test_a_control_does_not_rank() -> None:
+    results = [*scores("full", 1.0, 1.0), *scores("a 0.1", 1.0, 0.0)]
+    plan = run(*results).plan
+    assert Summary(plan, results).ranked == ["t"]
+    summary = Summary(plan, results, controls=["t"])
+    assert summary.ranked == []
+    assert summary.states["t"].reasons == ["a control: not used to rank"]

@@ -12,7 +12,8 @@ from pathlib import Path
 from string import Template
 
 from foveakv.errors import InputError, StoreError
-from foveakv.evaluation import headline, plots, store, tables
+from foveakv.evaluation import headline, items, plots, store, tables
+from foveakv.evaluation.items import Task
 from foveakv.evaluation.plots import Picture
 from foveakv.evaluation.summary import Summary
 from foveakv.evaluation.tables import Table, Text
@@ -255,7 +256,10 @@ def read(folder: Path) -> Report:
     plan, results = store.read_plan(folder), store.read_results(folder)
     if not results:
         raise InputError(f"{folder} has no results yet; run the evaluation first: foveakv eval run")
-    return Report(folder.resolve().name, Summary(plan, results, _titles(plan.tasks)), _starts(folder / store.RUN))
+    tasks = _known(plan.tasks)
+    titles = {task.name: task.title for task in tasks}
+    controls = [task.name for task in tasks if not task.ranked]
+    return Report(folder.resolve().name, Summary(plan, results, titles, controls), _starts(folder / store.RUN))
 
 
 def write(report: Report, folder: Path) -> list[Path]:
@@ -276,12 +280,10 @@ def write(report: Report, folder: Path) -> list[Path]:
     return [folder / name for name in files]
 
 
-def _titles(tasks: tuple[str, ...]) -> dict[str, str]:
-    """A line about each task that this version knows."""
-    from foveakv.evaluation import items
-
+def _known(names: tuple[str, ...]) -> list[Task]:
+    """The tasks that this version knows."""
     known = set(items.available())
-    return {task: items.find(task).title for task in tasks if task in known}
+    return [items.find(name) for name in names if name in known]
 
 
 def _starts(path: Path) -> list[dict[str, object]]:

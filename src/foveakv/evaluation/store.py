@@ -13,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
+import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -109,9 +111,9 @@ class Store:
 
     def add_start(self, workers: int) -> None:
         """Notes in run.json that the run starts, or goes on, now."""
-        starts = self._starts()
         time = datetime.now(UTC).isoformat(timespec="seconds")
-        _write_json(self.folder / RUN, {"starts": [*starts, {"time": time, "workers": workers, "machines": []}]})
+        start = {"time": time, "workers": workers, "command": _command(), "machines": []}
+        _write_json(self.folder / RUN, {"starts": [*self._starts(), start]})
 
     def add_machine(self, machine: dict[str, Any]) -> None:
         """Notes where a worker of this start runs; equal machines are there once."""
@@ -190,3 +192,8 @@ def _write_json(path: Path, data: Any) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise StoreError(f"cannot write {path}: {error}") from error
+
+
+def _command() -> str:
+    """What this process was started with."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])

@@ -13,7 +13,7 @@ Rules, so that no figure says more than it can:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean, median
@@ -95,13 +95,15 @@ class Cell:
 
 @dataclass(frozen=True)
 class TaskState:
-    """Whether a task can rank methods. floor: random at the smallest budget less full, paired (None: not run)."""
+    """Whether a task can rank methods. floor: random at the smallest budget less full, paired (None: not run).
+    control: it is there to be looked at, not to rank."""
 
     name: str
     title: str
     full: Interval
     floor: Interval | None
     floor_label: str | None
+    control: bool = False
 
     @property
     def weak(self) -> bool:
@@ -115,18 +117,18 @@ class TaskState:
 
     @property
     def ranked(self) -> bool:
-        return not self.weak and not self.blind
+        return not self.weak and not self.blind and not self.control
 
     @property
     def reasons(self) -> list[str]:
         if math.isnan(self.full.mean):
             return ["the full cache has no result here: not used to rank"]
-        found = []
+        found = ["a control: not used to rank"] if self.control else []
         if self.weak:
             found.append(f"full accuracy is under {FULL_AT_LEAST:.0%}: not used to rank")
         if self.blind:
             found.append("cannot tell the full cache from random: says nothing about methods, not used to rank")
-        if self.floor is None:
+        if self.floor is None and not self.control:
             found.append("random was not run here: there is no floor to check against")
         return found
 
@@ -202,12 +204,20 @@ class StaticHeads:
 
 
 class Summary:
-    """All figures of a run. plan: says what should be there; titles: task name -> a line about it."""
+    """All figures of a run. plan: says what should be there; titles: task name -> a line about it; controls: tasks that
+    are only reported."""
 
-    def __init__(self, plan: Plan, results: Sequence[Result], titles: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        results: Sequence[Result],
+        titles: dict[str, str] | None = None,
+        controls: Collection[str] = (),
+    ) -> None:
         self.plan = plan
         self.results = list(results)
         self.titles = titles or {}
+        self.controls = frozenset(controls)
         seen = {result.label: Candidate.of(result.label, result.method, result.budget) for result in self.results}
         order = [entry.label for entry in plan.entries]
         self.candidates = [
@@ -358,6 +368,7 @@ class Summary:
             full=interval(list(full.values())),
             floor=paired(self.scores(task, floor.label), full) if floor else None,
             floor_label=floor.label if floor else None,
+            control=task in self.controls,
         )
 
     def _board(self, budget: Budget | None) -> Board:
