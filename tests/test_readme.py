@@ -38,6 +38,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     for i, name in enumerate(("a.png", "b.png")):
         tiny_folder.picture(i).save(name)
+    Path("prompts").mkdir()
+    Path("prompts", "prompts.jsonl").write_text('{"prompt": "what is it?"}\n')
 
 
 @pytest.fixture
@@ -114,7 +116,7 @@ def test_methods_table_names_every_method() -> None:
 
 def test_options_of_the_command_line_are_documented() -> None:
     page = (ROOT / "docs/cli.md").read_text()
-    for command in ("generate", "compare"):
+    for command in ("generate", "compare", "tune"):
         text = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
         options = set(re.findall(r"--[a-z][a-z-]+", text)) - {"--help", "--no-trust-remote-code"}
         assert [option for option in sorted(options) if option not in page] == []

@@ -62,8 +62,6 @@ def tune(
     if json is not None:
         common.write_json(json, _plain(found, model, max_loss, len(prompts)))
         common.messages().print(f"wrote {json}", highlight=False)
-    if all(tuned.best is None for tuned in found):
-        raise typer.Exit(common.EXIT_CODE)
 
 
 def _print(found: Sequence[Tuned], prompts: int, few: int) -> None:
