@@ -18,6 +18,7 @@ from foveakv.cli.info import doctor, methods, models
 from foveakv.cli.kernels import kernels
 from foveakv.cli.show import show
 from foveakv.cli.tune import tune
+from foveakv.cli.visual_heads import visual_heads
 
 app = typer.Typer(
     name="foveakv",
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 for command in (generate, compare, show, tune, methods, models, doctor):
     app.command()(command)
+analyze.command()(visual_heads)
 app.add_typer(evaluation, name="eval")
 app.add_typer(analyze, name="analyze")
 app.add_typer(kernels, name="kernels")

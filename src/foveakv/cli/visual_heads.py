@@ -1,0 +1,54 @@
+"""`foveakv analyze visual-heads`: the file of head scores that SparseMM needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from foveakv.cli import common
+from foveakv.cli.common import DebugOption, DeviceOption, DtypeOption, ModelOption, TrustOption
+from foveakv.errors import InputError
+
+
+@common.friendly
+def visual_heads(
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file of scores: .json or .safetensors.")],
+    model: ModelOption = "demo",
+    data: Annotated[
+        Path | None,
+        typer.Option(help="A folder with samples.jsonl; without it, cards that the embedded model understands."),
+    ] = None,
+    items: Annotated[int, typer.Option(min=1, help="So many cards, without --data.")] = 64,
+    seed: Annotated[int, typer.Option(min=0, help="Of the cards.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="The longest answer.")] = 64,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    trust_remote_code: TrustOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Score every head by how often it looks at the very picture that the model is naming (SparseMM).
+
+    Example: foveakv analyze visual-heads --items 64 --out scores.json
+    """
+    from foveakv.evaluation.head_samples import card_samples, read_samples
+    from foveakv.head_scores import save_head_scores, visual_head_scores
+
+    common.check_output_files(out)
+    if out.suffix not in (".json", ".safetensors"):
+        raise InputError(f"{out}: the name of a file of scores ends in .json or .safetensors")
+    samples = card_samples(items, seed) if data is None else read_samples(data)
+    loaded = common.load_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    with common.messages().status("answering the samples"):
+        scores = visual_head_scores(loaded.model, loaded.processor, samples, max_new_tokens=max_new_tokens)
+    with common.replacing(out) as temporary:
+        save_head_scores(scores, temporary)
+    best = scores.flatten().argsort(descending=True)[:5].tolist()
+    heads = ", ".join(f"layer {each // scores.shape[1]} head {each % scores.shape[1]}" for each in best)
+    console = common.output()
+    console.print(
+        f"{len(samples)} samples; {int((scores > 0).sum())} of {scores.numel()} KV heads score; highest: {heads}",
+        highlight=False,
+    )
+    common.messages().print(f"wrote {out}", highlight=False)

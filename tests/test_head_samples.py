@@ -1,0 +1,56 @@
+"""Samples for head scores: the suite's cards, a folder, and the command that makes the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny_folder
+from typer.testing import CliRunner
+
+from foveakv.cli import app
+from foveakv.errors import InputError
+from foveakv.evaluation.head_samples import card_samples, read_samples
+from foveakv.head_scores import load_head_scores
+
+
+def test_cards_name_the_picture_that_is_asked_for() -> None:
+    for sample in card_samples(5):
+        (target,) = sample.targets
+        names = [line.split("'")[0] for line in sample.text.split("\n")[:-1]]
+        assert sample.text.endswith(f"Tell of {names[target.image]}: ")
+        assert len(sample.images) == len(names) == 4
+        assert target.text.isdigit()
+    assert card_samples(2, seed=1)[0].text != card_samples(2)[0].text
+
+
+def test_a_folder_of_samples(tmp_path: Path) -> None:
+    entry = {"prompt": "<image> reads?", "images": ["picture0.png"], "targets": [{"text": "EXIT", "box": [0, 0, 1, 1]}]}
+    (tmp_path / "samples.jsonl").write_text(json.dumps(entry) + "\n\n")
+    (sample,) = read_samples(tmp_path)
+    assert sample.images == [tmp_path / "picture0.png"]
+    assert sample.targets[0].box == (0, 0, 1, 1)
+
+
+@pytest.mark.parametrize("text", ["{", '{"prompt": "x"}', '{"prompt": "x", "images": [], "targets": [{}]}', ""])
+def test_damaged_samples(tmp_path: Path, text: str) -> None:
+    (tmp_path / "samples.jsonl").write_text(text)
+    with pytest.raises(InputError, match=r"line 1|has no sample"):
+        read_samples(tmp_path)
+    with pytest.raises(InputError, match=r"is missing"):
+        read_samples(tmp_path / "none")
+
+
+def test_the_command(tmp_path: Path) -> None:
+    model = tiny_folder.save(tmp_path / "model")
+    tiny_folder.pictures(tmp_path, 1)
+    (tmp_path / "samples.jsonl").write_text('{"prompt": "<image> reads?", "images": ["picture0.png"]}')
+    out = tmp_path / "scores.json"
+    command = f"analyze visual-heads --model {model} --data {tmp_path} --out {out} -n 4"
+    result = CliRunner().invoke(app, command.split())
+    assert result.exit_code == 0, result.output
+    assert load_head_scores(out).shape == (4, 2)
+    result = CliRunner().invoke(app, f"analyze visual-heads --out {tmp_path / 'scores.txt'}".split())
+    assert result.exit_code == 2
+    assert "ends in .json or .safetensors" in result.output
