@@ -72,6 +72,29 @@ def test_replies_are_those_of_generate(family: str) -> None:
     assert reply.tokens == output.tokens[0, inputs["input_ids"].shape[1] :].tolist()[: len(reply.tokens)]
 
 
+@dataclass
+class Scribbles(Method):
+    """Overwrites what it is shown."""
+
+    name: ClassVar[str] = "scribbles"
+
+    def needs_queries(self, ordinal: int) -> bool:
+        return True
+
+    def prefill(self, view: Any) -> None:
+        for tensor in (view.query, view.keys, view.values):
+            tensor.zero_()
+
+
+@pytest.mark.parametrize("family", REPLAYED)
+def test_no_method_changes_what_the_next_one_gets(family: str) -> None:
+    model, inputs = matrix.model(family), families.prompt(family)
+    recording, untouched = record(model, inputs), record(model, inputs)
+    replay(recording, Scribbles())
+    for layer, expected in zip(recording.layers, untouched.layers, strict=True):
+        assert all(torch.equal(tensor, other) for tensor, other in zip(layer[:3], expected[:3], strict=True))
+
+
 def test_what_cannot_be_replayed_is_refused() -> None:
     model = matrix.model("llava")
     inputs = families.prompt("llava")

@@ -2,7 +2,8 @@
 
 Methods act after each layer's dense attention, so what a layer computes for the prompt is the same for all of them
 (unless they take tokens out of the residual stream). A recording keeps every layer's queries, keys and values of one
-plain prefill; `replay` then hands them to a method's cache, layer by layer, as the model would have.
+plain prefill; `replay` then hands copies of them to a method's cache, layer by layer, as the model would have: copies,
+so that no method changes what the next one gets.
 """
 
 from __future__ import annotations
@@ -85,10 +86,15 @@ def replay(recording: Recording, method: Method, **options: Any) -> CompressedCa
     columns = recording.layers[0][1].shape[2]
     with torch.inference_mode():
         cache.begin_forward(columns, recording.prompt, None, recording.layers[0][1].element_size(), batch=1)
-        for layer, (query, keys, values, scaling) in zip(cache.compressed, recording.layers, strict=True):
+        copying = 0.0
+        for layer, (*recorded, scaling) in zip(cache.compressed, recording.layers, strict=True):
+            began = time.perf_counter()
+            query, keys, values = (tensor.clone() for tensor in recorded)  # the method may write into what it sees
+            copying += time.perf_counter() - began
             handle, _ = layer.update(keys, values)
             layer.end_prefill(query, handle, None, scaling)
         cache.end_forward(recording.model_state)
+        cache.prefill_seconds -= copying
     return cache
 
 
