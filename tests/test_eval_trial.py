@@ -208,6 +208,14 @@ def test_agreement_by_hand() -> None:
     assert (match, equal, scored) == (0.5, 0.5, 2)
     assert kl == pytest.approx((0 + 0.75 * math.log(3) + 0.25 * math.log(1 / 3)) / 2)
     assert agreement([Reply([0], uniform)], [Reply([0], sure)]) == (1.0, 1.0, None, 0)
+    assert agreement(full, ours, 0)[::3] == (pytest.approx(2 / 3), 3)
+
+
+def test_who_changes_the_prefill_is_judged_by_the_first_token_too(loaded: Loaded, item: Item) -> None:
+    chosen = [Candidate(str(drop), matrix.method("hae", drop_hidden_states=drop)) for drop in (False, True)]
+    full, plain, dropped = Bench(loaded).run(item, [*candidates(["full"]), *chosen])
+    assert (plain.error, dropped.error) == (None, None)
+    assert plain.scored == full.scored == dropped.scored - 1
 
 
 def test_grades_by_hand() -> None:

@@ -108,7 +108,8 @@ def tune(
 
     A budget holds where the upper bootstrap bound (over prompts, at `level`) of the mean loss is at most `max_loss`.
     The loss of a prompt is the share of the full cache's reply tokens, each behind the full cache's tokens before it,
-    that the method would not have given; the first token of a reply does not count, since the prefill sees everything.
+    that the method would not have given; the first token of a reply does not count, since the prefill sees everything
+    (of a method that takes tokens out of the prefill it does).
 
     Args:
         options: further settings per method name. progress: called with (prompts done, prompts).

@@ -32,12 +32,15 @@ class Result:
     the full cache's earlier replies given). equal: share of all those tokens that the method gives as well, each behind
     the full cache's tokens before it. kl: mean Kullback-Leibler divergence, in nats, of the method's next-token
     distribution from the full cache's, over `scored` tokens: those of the full cache's replies that were computed with
-    the compressed cache (the first token of the first reply is not, its prefill sees everything).
+    the compressed cache (the first token of the first reply is not, its prefill sees everything; of a method that takes
+    tokens out of the prefill it counts).
     log_likelihood: mean log-probability that the full cache gives to the tokens of the method's own reply, in nats;
     None for tasks with short replies.
-    stored_bytes: storage on the compute device at the end of the first reply; full_bytes: a plain cache's for the same
-    tokens; host_bytes: in the backing store; peak_bytes: the most at any time. slots, evicted, retrieved, hits: counts
-    in slots. token_seconds: median of a decode step; prefill_seconds: the method's own work after the prompt.
+    context: tokens of the first prompt. stored_bytes: storage on the compute device at the end of the first reply;
+    full_bytes: a plain cache's for the same tokens; host_bytes: in the backing store; peak_bytes: the most until then.
+    evicted, retrieved, hits: slots until then. token_seconds: median of a decode step of all replies, on the host's
+    clock without waiting for an accelerator; prefill_seconds: the method's own work after the prompt (with the model's
+    where it reads the prompt for itself).
     details: what the method says about itself (HybridKV: `static_heads`, layers x heads of 0 and 1).
     """
 

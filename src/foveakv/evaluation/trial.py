@@ -73,7 +73,9 @@ class Bench:
         given = talk
         if any(ours.tokens != theirs.tokens for ours, theirs in zip(talk.replies, full.replies, strict=True)):
             given = prompt.talk(method, given=[reply.tokens for reply in full.replies])
-        match, equal, kl, scored = agreement(full.replies, given.replies)
+        # Who takes tokens out of the residual stream changes what chooses the first token.
+        skipped = 1 if method.drop_hidden_after is None else 0
+        match, equal, kl, scored = agreement(full.replies, given.replies, skipped)
         turns = tuple(
             TurnResult(
                 turn.text, text := self.speaker.text(reply.tokens), turn.answer, grade(turn, text), len(turn.facts),
@@ -167,17 +169,19 @@ class _Prompt:
         return float(logits.log_softmax(-1).gather(-1, chosen).mean())
 
 
-def agreement(full: Sequence[Reply], method: Sequence[Reply]) -> tuple[float, float, float | None, int]:
+def agreement(
+    full: Sequence[Reply], method: Sequence[Reply], skipped: int = 1
+) -> tuple[float, float, float | None, int]:
     """How near a method is to the full cache on the full cache's own replies: match, equal, kl, scored (see `Result`).
 
-    Both hold the logits behind the same tokens. The first token of the first reply is left out: it is chosen by the
-    prefill, which sees the whole prompt. Without any other token, match
-    and equal are 1 and kl is None.
+    Both hold the logits behind the same tokens. The first `skipped` tokens of the first reply are left out: the first
+    one is chosen by the prefill, which sees the whole prompt. Without any other token, match and equal are 1 and kl is
+    None.
     """
     same: list[bool] = []
     divergence: list[Tensor] = []
     for turn, (ours, theirs) in enumerate(zip(method, full, strict=True)):
-        start = 1 if turn == 0 else 0
+        start = skipped if turn == 0 else 0
         p, q = theirs.logits[start:].double().log_softmax(-1), ours.logits[start:].double().log_softmax(-1)
         divergence.append((p.exp() * (p - q)).sum(-1).clamp_min(0))
         same += (ours.logits[start:].argmax(-1) == theirs.logits[start:].argmax(-1)).tolist()
