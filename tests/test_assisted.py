@@ -82,3 +82,13 @@ def test_retrieval_goes_on_after_a_crop() -> None:
 def test_methods_that_cannot_crop_say_so() -> None:
     with pytest.raises(UnsupportedModeError, match="draft tokens"):
         matrix.compressed(matrix.model("llava"), matrix.method("h2o"), repetitive("llava"), **LOOKUP)
+
+
+@pytest.mark.parametrize("own_cache", [False, True])
+def test_max_decode_slots_is_refused_before_the_run(own_cache: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, inputs, method = matrix.model("llava"), repetitive("llava"), matrix.method("snapkv")
+    monkeypatch.setattr(foveakv.CompressedCache, "begin_forward", lambda *args, **kwargs: pytest.fail("the model ran"))
+    cache = {"past_key_values": foveakv.cache_for(model, method, max_decode_slots=4)} if own_cache else {}
+    said = r"snapkv: max_decode_slots evicts .* without an assistant"
+    with foveakv.compress(model, method, max_decode_slots=4), pytest.raises(UnsupportedModeError, match=said):
+        model.generate(**inputs, **LOOKUP, **cache)

@@ -38,10 +38,10 @@ def _assisted(model: Any, kwargs: dict[str, Any]) -> bool:
     return kwargs.get("assistant_model") is not None or bool(_setting(model, kwargs, "prompt_lookup_num_tokens"))
 
 
-def check_generate(model: Any, method: Method, kwargs: dict[str, Any]) -> None:
+def check_generate(model: Any, method: Method, kwargs: dict[str, Any], max_decode_slots: int | None = None) -> None:
     """Raises `UnsupportedModeError` for modes that would bypass the method or break its state.
 
-    kwargs: every argument of the call, see `call_arguments`.
+    kwargs: every argument of the call, see `call_arguments`. max_decode_slots: the cache's option.
     """
     for name in ("assistant_early_exit", "use_mtp"):
         if _setting(model, kwargs, name):
@@ -67,7 +67,14 @@ def check_generate(model: Any, method: Method, kwargs: dict[str, Any]) -> None:
         raise UnsupportedModeError(
             f"{method.name} forms no attention weights over stored slots; remove output_attentions"
         )
-    if _assisted(model, kwargs) and method.evicts_while_decoding:
+    if not _assisted(model, kwargs):
+        return
+    if max_decode_slots is not None:
+        raise UnsupportedModeError(
+            f"{method.name}: max_decode_slots evicts while decoding, so rejected draft tokens cannot be taken back; "
+            "leave max_decode_slots out, or generate without an assistant"
+        )
+    if method.evicts_while_decoding:
         raise UnsupportedModeError(
             f"{method.name} evicts while decoding, so rejected draft tokens cannot be taken back; use a method that "
             "evicts at prefill only (snapkv, adakv, hybridkv), or generate without an assistant"

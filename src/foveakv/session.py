@@ -210,7 +210,7 @@ class Attachment:
             if cache is not None and user is not cache:
                 user.replace(cache, named, inside=False)  # says what to do instead
             method = user.method
-            check_generate(model, method, named)
+            check_generate(model, method, named, user.max_decode_slots)
             if user.static is not None:
                 check_fixed(model, method, named, user.static)
                 if cache is None and isinstance(user, Session):
@@ -398,7 +398,7 @@ def compress(
         backend: decode attention kernel, "auto" or a key of `foveakv.kernels.BACKENDS`.
         trace: record the positions that every step attends to (`session.trace`).
         max_decode_slots: for methods that do not evict while decoding, the most decoded tokens that stay per head; the
-            oldest go first. None lets them grow, as in a plain cache.
+            oldest go first; drafted tokens (an assistant) are refused then. None lets them grow, as in a plain cache.
         kv_dtype: "int8" or "int4" stores slots as codes, in about a quarter or an eighth of float32's bytes (see
             docs/quantization.md); None as the model computes them.
         exact_window: with a kv_dtype, the newest tokens per head of which exact copies are kept and used.
@@ -432,6 +432,7 @@ class Session:
         check_options(method, **options)
         self._options = options
         self.static = room_of(options.get("static"))  # tokens that fit behind a prompt; None = slots grow
+        self.max_decode_slots: int | None = options.get("max_decode_slots")
         self._cache: CompressedCache | None = None
         self._attached: Attachment | None = None
         self.thread = 0  # the thread that opened it
