@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from foveakv.evaluation import strata
+from foveakv.evaluation import headline, strata
 from foveakv.evaluation.bootstrap import Interval, paired
 from foveakv.evaluation.plan import Entry, Plan
 from foveakv.evaluation.results import Result
@@ -19,6 +19,7 @@ from foveakv.evaluation.tables import (
     accuracy,
     change,
     chunks,
+    items,
     leaderboard,
     leaderboard_json,
     matrix,
@@ -210,6 +211,23 @@ def test_errors_count_nowhere_but_as_failures() -> None:
     assert [(f.error, f.cases) for f in summary.failures] == [("E: broke", (("t", 2, "a 0.1"),))]
     row = task_table(summary, "t", summary.budgets[0]).rows[1]
     assert (row[1].main, row[1].small) == ("2 of 3", "1 failed")
+
+
+def test_a_method_that_does_not_apply_neither_fails_nor_is_missing() -> None:
+    error = "NoVisualTokensError: random drops visual tokens only"
+    summary = run(
+        *scores("full", *[1.0] * 20), *scores("a 0.1", *[1.0] * 19),
+        *(result("random 0.1", item, None, error=error) for item in range(20)), items=20,
+    )  # fmt: skip
+    cell = summary.cells["t", "random 0.1"]
+    assert (cell.n, cell.failed, cell.skipped, cell.complete) == (0, 0, 20, True)
+    assert summary.failures == []
+    assert str(items(cell)) == "0 20 do not apply"
+    found = headline.warnings(summary)
+    assert found[0].startswith("This run is incomplete: 1 of 3 cells")  # a lacks an item
+    assert not any("ended with an error" in line for line in found)
+    assert "Some cells have fewer than 20 items; their intervals are too narrow." in found
+    assert "and 20 where" in dict(headline.facts(summary, []))["results"]
 
 
 def test_failures_are_grouped_by_their_text() -> None:

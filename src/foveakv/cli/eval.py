@@ -218,7 +218,7 @@ def _duration(seconds: float) -> str:
 
 def _print_end(plan: Plan, folder: Path, status: Status) -> None:
     """What there is now, and the errors, the most frequent first."""
-    from foveakv.evaluation.runner import does_not_apply
+    from foveakv.evaluation.results import does_not_apply
     from foveakv.evaluation.store import read_results
 
     out = common.output()

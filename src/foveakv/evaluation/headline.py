@@ -71,7 +71,7 @@ def warnings(summary: Summary) -> list[str]:
         found.append("The full cache was not run, so nothing can be compared with it and nothing is ranked.")
     elif not summary.ranked:
         found.append("No task can rank methods, so there is no leaderboard.")
-    if 0 < min((cell.n for cell in cells), default=0) < 20:
+    if any(0 < cell.n < 20 for cell in cells):
         found.append("Some cells have fewer than 20 items; their intervals are too narrow.")
     return found
 
@@ -97,9 +97,15 @@ def rules() -> list[str]:
 
 def _results(summary: Summary) -> str:
     planned = len(summary.plan.tasks) * len(summary.plan.entries) * summary.plan.items
-    good = sum(cell.n for cell in summary.cells.values())
-    failed = len(summary.results) - good
-    return f"{good:,} of {planned:,} planned" + (f", and {failed:,} with an error" if failed else "")
+    good, failed, skipped = (
+        sum(getattr(cell, name) for cell in summary.cells.values()) for name in ("n", "failed", "skipped")
+    )
+    found = [f"{good:,} of {planned:,} planned"]
+    if failed:
+        found.append(f"{failed:,} with an error")
+    if skipped:
+        found.append(f"{skipped:,} where a method that drops visual tokens only met an item without a picture")
+    return ", and ".join(found)
 
 
 def _machine(machine: dict[str, Any]) -> str:

@@ -5,8 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from foveakv.errors import NoVisualTokensError
+
 FULL = "full"
 """The method that everything is compared with: the full cache."""
+
+
+def does_not_apply(error: str | None) -> bool:
+    """Whether an error only says that a method which drops visual tokens alone met an item without a picture."""
+    return error is not None and error.startswith(f"{NoVisualTokensError.__name__}:")
 
 
 @dataclass(frozen=True)

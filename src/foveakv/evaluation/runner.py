@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from foveakv.errors import FoveaKVError, InputError, NoVisualTokensError
+from foveakv.errors import FoveaKVError, InputError
 from foveakv.evaluation import items
 from foveakv.evaluation.plan import Entry, Plan, Unit
-from foveakv.evaluation.results import Result
+from foveakv.evaluation.results import Result, does_not_apply
 from foveakv.evaluation.store import Store
 
 
@@ -45,11 +45,6 @@ class Status:
     total_items: int
     failed: int
     skipped: int = 0
-
-
-def does_not_apply(error: str | None) -> bool:
-    """Whether an error only says that a method which drops visual tokens alone met an item without a picture."""
-    return error is not None and error.startswith(f"{NoVisualTokensError.__name__}:")
 
 
 def load_bench(plan: Plan) -> Bench:

@@ -2,7 +2,8 @@
 
 Rules, so that no figure says more than it can:
 
-- Results with an error count for nothing but the list of failures.
+- Results with an error count for nothing but the list of failures. That a method does not apply to an item (it drops
+  visual tokens only, and there is no picture) is no failure.
 - A difference is paired: only items that both sides have.
 - A task ranks methods where the full cache gets at least 85% and is told apart from random tokens at the smallest
   budget (the paired interval excludes 0). All other tasks are shown and not used to rank.
@@ -13,6 +14,7 @@ Rules, so that no figure says more than it can:
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,7 +26,7 @@ from foveakv.budget import Budget, parse_budget
 from foveakv.evaluation import strata
 from foveakv.evaluation.bootstrap import Floats, Interval, interval, paired
 from foveakv.evaluation.plan import Plan
-from foveakv.evaluation.results import FULL, Result
+from foveakv.evaluation.results import FULL, Result, does_not_apply
 
 FLOOR = "random"
 """The method that every other must beat."""
@@ -62,7 +64,8 @@ class Candidate:
 class Cell:
     """One candidate on one task. Means over items without an error; None: nothing to take a mean of.
 
-    n, planned, failed: items that count, that the plan has, that ended with an error. accuracy: share of facts that are
+    n, planned, failed, skipped: items that count, that the plan has, that ended with an error, to which the method does
+    not apply. accuracy: share of facts that are
     right. change: accuracy less the full cache's on the same items. match: as in `Result`. kl: nats per token, over all
     `scored` tokens of all items. log_likelihood: nats per token. stored, peak: bytes on the compute device as a share
     of a full cache's (sum over sum). host: bytes in the backing store per item. time: median over items of the time
@@ -75,6 +78,7 @@ class Cell:
     n: int
     planned: int
     failed: int
+    skipped: int
     accuracy: Interval
     change: Interval
     match: float | None
@@ -90,7 +94,7 @@ class Cell:
 
     @property
     def complete(self) -> bool:
-        return self.n >= self.planned
+        return self.n + self.skipped >= self.planned
 
 
 @dataclass(frozen=True)
@@ -226,13 +230,14 @@ class Summary:
         ] + [candidate for label, candidate in seen.items() if label not in order]
         self.tasks = list(dict.fromkeys([*plan.tasks, *(result.task for result in self.results)]))
         self._good: dict[tuple[str, str], dict[Hashable, Result]] = {}
-        self._failed: dict[tuple[str, str], int] = {}
+        self._failed: Counter[tuple[str, str]] = Counter()
+        self._skipped: Counter[tuple[str, str]] = Counter()
         for result in self.results:
             where = result.task, result.label
             if result.error is None and result.score is not None:
                 self._good.setdefault(where, {})[result.item, result.seed] = result
             else:
-                self._failed[where] = self._failed.get(where, 0) + 1
+                (self._skipped if does_not_apply(result.error) else self._failed)[where] += 1
 
     @property
     def full(self) -> Candidate | None:
@@ -298,7 +303,7 @@ class Summary:
         """Errors grouped by their text, the most frequent first."""
         groups: dict[str, list[tuple[str, int, str]]] = {}
         for result in self.results:
-            if result.error is not None:
+            if result.error is not None and not does_not_apply(result.error):
                 groups.setdefault(result.error, []).append((result.task, result.item, result.label))
         ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
         return [Failure(error, tuple(sorted(cases))) for error, cases in ordered]
@@ -343,7 +348,8 @@ class Summary:
             label=label,
             n=len(good),
             planned=max(self.plan.items if task in self.plan.tasks else 0, len(good)),
-            failed=self._failed.get((task, label), 0),
+            failed=self._failed[task, label],
+            skipped=self._skipped[task, label],
             accuracy=interval(list(scores.values())),
             change=paired(scores, self.scores(task, self.full.label) if self.full else {}),
             match=_mean(r.match for r in good),

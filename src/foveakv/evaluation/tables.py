@@ -101,9 +101,9 @@ def change(found: Interval | None, *, mark: bool = True) -> Text:
 
 
 def items(cell: Cell) -> Text:
-    """How many items; where some are missing, of how many, and how many failed."""
+    """How many items; where some are missing, of how many, and how many failed or are none for this method."""
     if cell.complete:
-        return Text(str(cell.n))
+        return Text(str(cell.n), f"{cell.skipped} do not apply" if cell.skipped else "")
     failed = f", {cell.failed} failed" if cell.failed else ""
     return Text(f"{cell.n} of {cell.planned}", failed.lstrip(", "), "worse")
 
