@@ -247,6 +247,19 @@ def test_no_room_is_an_error_before_anything_is_overwritten() -> None:
         model(input_ids=torch.full((1, 1), 20), past_key_values=cache)
 
 
+def test_a_turn_that_cannot_fit_is_refused_before_it_runs() -> None:
+    model, inputs = matrix.model("llama"), families.prompt("llama")
+    cache = foveakv.cache_for(model, matrix.method("snapkv"), static=6)
+    tokens = model.generate(**inputs, max_new_tokens=4, min_new_tokens=4, past_key_values=cache)  # stores three
+    turn = torch.nn.functional.pad(tokens, (0, 2), value=20)  # the fourth and two more
+    seen = cache.seen
+    with pytest.raises(errors.UnsupportedModeError, match=r"max_new_tokens=2 behind the 6 tokens .*static=7 or more"):
+        model.generate(turn, max_new_tokens=2, past_key_values=cache)
+    assert cache.seen == seen
+    model.generate(turn, max_new_tokens=1, past_key_values=cache)
+    assert cache.seen == seen + 3
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -81,16 +81,25 @@ def check_generate(model: Any, method: Method, kwargs: dict[str, Any], max_decod
         )
 
 
-def check_fixed(model: Any, method: Method, kwargs: dict[str, Any], room: int) -> None:
-    """Raises `UnsupportedModeError` for calls that do not go with fixed slots (`static=room`)."""
+def check_fixed(model: Any, method: Method, kwargs: dict[str, Any], room: int, stored: int = 0, seen: int = 0) -> None:
+    """Raises `UnsupportedModeError` for calls that do not go with fixed slots (`static=room`).
+
+    stored, seen: tokens behind the prompt and in all that a cache from an earlier turn holds; 0 without one.
+    """
     if _assisted(model, kwargs):
         raise UnsupportedModeError(
             f"{method.name}: with static= a step takes one token; leave static out, or generate without an assistant"
         )
     wanted = _setting(model, kwargs, "max_new_tokens")
-    if wanted is not None and wanted - 1 > room:  # the last token is not fed back
+    if wanted is None:
+        return
+    if seen:  # a later turn brings tokens too
+        stored += max(0, (_context(kwargs) or 0) - seen)
+    needed = stored + wanted - 1  # the last token is not fed back
+    if needed > room:
+        turn = f" behind the {stored} tokens of earlier turns and this one" if stored else ""
         raise UnsupportedModeError(
-            f"{method.name}: max_new_tokens={wanted} does not fit static={room}; use static={wanted - 1} or more"
+            f"{method.name}: max_new_tokens={wanted}{turn} does not fit static={room}; use static={needed} or more"
         )
 
 
@@ -98,6 +107,11 @@ def prefill_total(model: Any, kwargs: dict[str, Any]) -> int | None:
     """Length of a prompt that comes in chunks, or with drafted tokens behind it; None when it comes whole and alone."""
     if not (_setting(model, kwargs, "prefill_chunk_size") or _assisted(model, kwargs)):
         return None
+    return _context(kwargs)
+
+
+def _context(kwargs: dict[str, Any]) -> int | None:
+    """Tokens of the context that a call begins with, as far as its inputs tell; None where they do not."""
     named = (kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))
     inputs = next((value for value in named if value is not None), None)
     if inputs is None:

@@ -212,7 +212,10 @@ class Attachment:
             method = user.method
             check_generate(model, method, named, user.max_decode_slots)
             if user.static is not None:
-                check_fixed(model, method, named, user.static)
+                held = 0, 0
+                if isinstance(cache, CompressedCache) and cache.clock is not None:
+                    held = cache.clock.appended, cache.seen
+                check_fixed(model, method, named, user.static, *held)
                 if cache is None and isinstance(user, Session):
                     # Before the prefill, because that is when `generate` decides whether to compile.
                     cache = kwargs[self.cache_name] = user.replace(None, named, inside=True)
