@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
-from foveakv.errors import NoVisualTokensError
+from foveakv.errors import FoveaKVError, NoVisualTokensError
 
 FULL = "full"
 """The method that everything is compared with: the full cache."""
+
+
+def describe_error(error: Exception) -> str:
+    """Kind and text; with the place in the code, unless the project raised it on purpose."""
+    text = f"{type(error).__name__}: {error}"
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, FoveaKVError) or not frames:
+        return text
+    return f"{text} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
 
 
 def does_not_apply(error: str | None) -> bool:

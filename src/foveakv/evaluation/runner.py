@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import importlib
 import os
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from foveakv.errors import FoveaKVError, InputError
+from foveakv.errors import InputError
 from foveakv.evaluation import items
 from foveakv.evaluation.plan import Entry, Plan, Unit
-from foveakv.evaluation.results import Result, does_not_apply
+from foveakv.evaluation.results import Result, describe_error, does_not_apply
 from foveakv.evaluation.store import Store
 
 
@@ -171,15 +170,6 @@ class Worker:
         except Exception as failure:  # one item's failure, whatever it is, does not end a run of hours
             error = describe_error(failure)
         yield from failures(self.plan, unit, missing, error)
-
-
-def describe_error(error: Exception) -> str:
-    """Kind and text; with the place in the code, unless the project raised it on purpose."""
-    text = f"{type(error).__name__}: {error}"
-    frames = traceback.extract_tb(error.__traceback__)
-    if isinstance(error, FoveaKVError) or not frames:
-        return text
-    return f"{text} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
 
 
 def failures(plan: Plan, unit: Unit, labels: Sequence[str], error: str) -> Iterator[Result]:

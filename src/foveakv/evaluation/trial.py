@@ -17,7 +17,7 @@ from foveakv.errors import UnsupportedModeError
 from foveakv.evaluation.grading import grade
 from foveakv.evaluation.items import Item
 from foveakv.evaluation.replay import Recording, read, record, replay
-from foveakv.evaluation.results import FULL, Result, TurnResult
+from foveakv.evaluation.results import FULL, Result, TurnResult, describe_error
 from foveakv.evaluation.speaking import Reply, Speaker
 from foveakv.inputs import build_inputs
 from foveakv.methods import Method
@@ -115,7 +115,7 @@ class Bench:
         }  # fmt: skip
 
     def _failed(self, item: Item, candidate: Candidate, error: Exception) -> Result:
-        return Result(**self._who(item, candidate), error=f"{type(error).__name__}: {error}")
+        return Result(**self._who(item, candidate), error=describe_error(error))
 
 
 class _Prompt:
