@@ -227,6 +227,9 @@ def test_grades_by_hand() -> None:
     listed = Turn("?", ("1", "2", "2", "4"), ", ", ordered=True)
     assert grade(listed, "1, 2, 4, 4") == 0.75
     assert grade(listed, "2, 2, 4") == 0.25
+    single = Turn("?", ("Ann's card: 3",))
+    assert grade(single, "Ann's card: 3; Bob's card: 5") == 1.0
+    assert grade(single, "Ann's card: 2; Ann's card: 3") == 0.0
     twice = Turn("?", ("1", "1"), ", ")
     assert grade(twice, "1, 2") == 0.5
 

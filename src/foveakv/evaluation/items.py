@@ -19,8 +19,8 @@ class Turn:
 
     text: what the user says; in the first turn with one `<image>` mark per picture. facts: the pieces of the right
     answer; a reply scores the share of them that it gets right. separator: what stands between the pieces of a reply.
-    ordered: a fact counts at its own place only (a list), else anywhere in the reply. max_new_tokens: the longest
-    reply.
+    ordered: a fact counts at its own place only (a list), else at any place; of a reply with more pieces than facts the
+    first ones count. max_new_tokens: the longest reply.
     """
 
     text: str
