@@ -122,6 +122,20 @@ def test_a_folder_without_prompts(tmp_path: Path) -> None:
         read_prompts(tmp_path)
 
 
+def test_an_unknown_bound_is_null_in_the_file(tmp_path: Path) -> None:
+    model = tiny_folder.save(tmp_path / "model")
+    data = write(tmp_path / "prompts", json.dumps({"prompt": "what?", "images": ["picture0.png"]}))
+    out = tmp_path / "tuned.json"
+    command = (
+        f"tune --model {model} --data {data} --methods snapkv --budgets 0.9 -n 4 --json {out} --set snapkv.window=4"
+    )
+    result = CliRunner().invoke(app, command.split())
+    assert result.exit_code == 0, result.output
+    assert "nan" not in result.stdout
+    tried = json.loads(out.read_text(), parse_constant=pytest.fail)["methods"][0]["tried"][0]
+    assert (tried["prompts"], tried["loss_upper"]) == (1, None)
+
+
 def test_the_command(tmp_path: Path) -> None:
     model = tiny_folder.save(tmp_path / "model")
     lines = [json.dumps({"prompt": f"what is {n}?", "images": ["picture0.png"]}) for n in range(3)]

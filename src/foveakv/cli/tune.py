@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -76,8 +77,8 @@ def _print(found: Sequence[Tuned], prompts: int, few: int) -> None:
             best = tuned.best is tried
             holds = "yes, the smallest" if best else "yes" if tried.holds(tuned.most) else "no"
             table.add_row(
-                tuned.method, str(tried.budget), f"{tried.loss.mean:.2%}", f"{tried.loss.high:.2%}",
-                f"{tried.bytes:.1%}", f"{len(tried.errors)} failed" if tried.errors else holds,
+                tuned.method, str(tried.budget), _percent(tried.loss.mean, 2), _percent(tried.loss.high, 2),
+                _percent(tried.bytes, 1), f"{len(tried.errors)} failed" if tried.errors else holds,
                 style="bold" if best else None,
             )  # fmt: skip
         table.add_section()
@@ -92,6 +93,15 @@ def _print(found: Sequence[Tuned], prompts: int, few: int) -> None:
         out.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
+def _percent(share: float, digits: int) -> str:
+    return "-" if math.isnan(share) else f"{share:.{digits}%}"
+
+
+def _known(value: float) -> float | None:
+    """JSON has no NaN."""
+    return None if math.isnan(value) else value
+
+
 def _plain(found: Sequence[Tuned], model: str, max_loss: float, prompts: int) -> dict[str, Any]:
     from foveakv import environment
 
@@ -103,8 +113,8 @@ def _plain(found: Sequence[Tuned], model: str, max_loss: float, prompts: int) ->
                 "best": None if tuned.best is None else tuned.best.budget,
                 "tried": [
                     {
-                        "budget": tried.budget, "loss": tried.loss.mean, "loss_upper": tried.loss.high,
-                        "prompts": tried.loss.n, "bytes_share": tried.bytes, "errors": list(tried.errors),
+                        "budget": tried.budget, "loss": _known(tried.loss.mean), "loss_upper": _known(tried.loss.high),
+                        "prompts": tried.loss.n, "bytes_share": _known(tried.bytes), "errors": list(tried.errors),
                     }
                     for tried in tuned.tried
                 ],
