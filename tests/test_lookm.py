@@ -157,6 +157,15 @@ def test_beams_and_chunks(how: str) -> None:
     matrix.compressed(model, LookM(budget=0.4, merge=how), inputs, num_beams=3)
 
 
+def test_the_second_copy_counts_in_the_peak(setting: tuple[Any, dict[str, Any], Tensor, Any]) -> None:
+    model, inputs, _, plain = setting
+    merged, dropped = (
+        matrix.compressed(model, LookM(budget=0.3, merge=how), inputs, max_new_tokens=1).session.report.peak_bytes
+        for how in ("pivot", "none")
+    )
+    assert merged - dropped == plain.layers[0].keys.nbytes + plain.layers[0].values.nbytes
+
+
 @pytest.mark.parametrize("budget", [0.03, 0.1, 0.37, 0.8, 1.0, 3])
 def test_the_budget_is_true(budget: Any) -> None:
     model, batch = matrix.model(FAMILY, torch.float64), families.batch(FAMILY, dtype=torch.float64)

@@ -192,12 +192,13 @@ class CompressedCache(compat.Cache):
         """Storage bytes on the compute device, all layers (those that transformers keeps included)."""
         return sum(layer_nbytes(layer) for layer in self.layers)
 
-    def note_peak(self, fallen: int = 0) -> None:
+    def note_peak(self, more: int = 0) -> None:
         """Records the present bytes, a running prefill's dense tensors included; called before they fall.
 
-        Or just after they fell by `fallen`: whether an eviction frees memory is known only once it is done.
+        more: bytes that no layer holds at this moment: what a method's own copies take, or what an eviction has just
+        freed (whether it frees memory is known only once it is done).
         """
-        self.peak_nbytes = max(self.peak_nbytes, self.stored_nbytes + fallen)
+        self.peak_nbytes = max(self.peak_nbytes, self.stored_nbytes + more)
 
     def new_positions(self, seen: int, new: int, device: torch.device) -> Tensor:
         """int32 [1, new], the positions of the newest tokens; made once for all layers of a forward pass."""

@@ -220,7 +220,9 @@ class CompressedLayer(compat.CacheLayerMixin):
         # Not `columns`: a layer may have got fewer when evicted tokens left the residual stream.
         self.prompt_columns = self.decoded_from = cache.prompt_columns
         self.full_nbytes = per_slot * heads * batch * cache.prompt_columns
-        cache.note_peak()
+        # A method that merges has made copies, which are still here.
+        copies = sum(made.nbytes for made, given in ((view.keys, keys), (view.values, values)) if made is not given)
+        cache.note_peak(copies)
         self._dense = self._queries = None
         handle.release()
         cache.end_layer(self)
