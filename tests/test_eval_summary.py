@@ -157,6 +157,18 @@ def test_ranks_follow_the_loss_on_common_items() -> None:
     assert rows["a 0.1"].change.mean == pytest.approx(-0.1)
 
 
+def test_a_change_that_is_no_number_comes_last() -> None:
+    """`a` has only the item on which the full cache gets nothing."""
+    summary = run(
+        *scores("full", *[1.0] * 9, 0.0), *scores("random 0.1", *[0.0] * 10), result("a 0.1", 9, 0.0),
+        *scores("b 0.1", *[0.5] * 10), *scores("c 0.1", *[0.9] * 10), items=10,
+        labels=("full", "b 0.1", "a 0.1", "c 0.1", "random 0.1"),
+    )  # fmt: skip
+    assert [(row.candidate.label, row.rank) for row in summary.boards[0].rows] == [
+        ("full", None), ("c 0.1", 1), ("b 0.1", 2), ("random 0.1", 3), ("a 0.1", None),
+    ]  # fmt: skip
+
+
 def test_weak_and_blind_tasks_do_not_rank() -> None:
     summary = run(
         *scores("full", 0.8, 0.8, task="weak"), *scores("random 0.1", 0.0, 0.1, task="weak"),

@@ -380,7 +380,7 @@ class Summary:
     def _board(self, budget: Budget | None) -> Board:
         floor = next((c for c in self.at(budget) if c.method == FLOOR), None)
         rows = [self._place(candidate, floor) for candidate in self.at(budget)]
-        rows.sort(key=lambda row: (bool(row.missing), -row.change.mean if row.change.n else 0, row.candidate.label))
+        rows.sort(key=_order)
         ranked: list[Place] = []
         for row in rows:
             rank = None
@@ -413,6 +413,12 @@ class Summary:
 
     def _pair(self, task: str, one: Candidate, other: Candidate) -> Floats:
         return strata.common([self.scores(task, one.label), self.scores(task, other.label)])
+
+
+def _order(row: Place) -> tuple[bool, bool, float, str]:
+    """Best first, for sorting. A NaN (full gets nothing on what the candidate has) would leave the others unsorted."""
+    unknown = math.isnan(row.change.mean)
+    return bool(row.missing), unknown, 0.0 if unknown else -row.change.mean, row.candidate.label
 
 
 def _few(names: Sequence[str], most: int = 5) -> str:
