@@ -196,6 +196,13 @@ def test_no_full_cache() -> None:
     assert "No task can rank methods" in found.html()
 
 
+def test_files_are_written_whole_whatever_the_text_is(tmp_path: Path) -> None:
+    """Half a surrogate pair, as names of files and texts of models may have, is no UTF-8."""
+    paths = write(small(error="E: \ud800"), tmp_path)
+    assert r"E: \ud800" in paths[0].read_text()
+    assert not list(tmp_path.rglob(".*"))
+
+
 def test_read_from_a_folder(tmp_path: Path) -> None:
     report = small()
     with pytest.raises(InputError, match=r"no plan\.json"):

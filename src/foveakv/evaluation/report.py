@@ -274,7 +274,7 @@ def write(report: Report, folder: Path) -> list[Path]:
     try:
         (folder / PLOTS).mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
-            (folder / name).write_text(text, encoding="utf8")
+            store.write_whole(folder / name, text)
     except OSError as error:
         raise StoreError(f"cannot write the report to {folder}: {error}") from error
     return [folder / name for name in files]

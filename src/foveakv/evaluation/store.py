@@ -180,11 +180,15 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _write_json(path: Path, data: Any) -> None:
-    """The old file or the new one, whatever happens."""
+    write_whole(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """The old file or the new one, whatever happens. StoreError: it cannot be written."""
     temporary = path.with_name(f".{path.name}.new")
     try:
-        with temporary.open("w", encoding="utf8") as file:
-            file.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+        with temporary.open("w", encoding="utf8", errors="backslashreplace") as file:
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
