@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foveakv.memory.digests import DigestDtype, Digests, digest_bytes
+from foveakv.memory.digests import DigestDtype, Digests, digest_bytes, summarised, widened_query
 
 CHUNK = 8
 KINDS: list[DigestDtype] = ["model", "bf16", "int8"]
@@ -59,6 +59,20 @@ def recall(
 @pytest.mark.parametrize(("kind", "least"), [("model", 0.999), ("bf16", 0.98), ("int8", 0.97)])
 def test_recall(kind: DigestDtype, least: float, of: str) -> None:
     assert recall(kind, of) >= least
+
+
+@pytest.mark.parametrize("of", ["random", "peaked", "far channels"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_recall_of_bounds_in_half_precision(dtype: torch.dtype, of: str) -> None:
+    """Bounds of all pages are much alike and far from zero: scores of them as they are would be rounded to ties."""
+    heads, dim, group, tokens, page = 4, 128, 7, 4096, 16
+    made = keys(of, heads, tokens, dim).to(dtype)
+    exact = summarised(made.double().view(-1, page, dim), "bounds").view(heads, tokens // page, 2 * dim).mT
+    stored = Digests(exact.float(), torch.full((heads,), tokens // page), "model", dtype)
+    generator = torch.Generator().manual_seed(1)
+    query = widened_query((torch.randn(heads, group, dim, generator=generator) * 2 * dim**-0.5).to(dtype), "bounds")
+    want, got = best(query.double() @ exact, 0.1), best(stored.scores(query), 0.1)
+    assert float((want & got).sum() / want.sum()) >= 0.98
 
 
 @pytest.mark.parametrize("kind", KINDS)

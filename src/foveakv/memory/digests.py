@@ -4,9 +4,10 @@ Notation: S stored heads, D digest dim, P chunks of the longest head; n rows tha
 
 A digest is the mean of a chunk's keys, as long as a key, or the bounds of its key channels, twice as long.
 
-The softmax over a head's chunks does not change when the same vector is taken off all its digests. Digests in fewer
-bits make use of that: they are stored as distances from the middle of each channel's range, so that channels far from
-zero, as biases of key projections make them, lose no precision. The middles themselves are not needed again.
+The softmax over a head's chunks does not change when the same vector is taken off all its digests. Digests of 16 bits
+or less make use of that: they are stored as distances from the middle of each channel's range. So channels far from
+zero, as biases of key projections make them, lose no precision, and scores, which 16-bit products round, are small.
+The middles themselves are not needed again.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ class Digests:
         beyond = torch.arange(exact.shape[-1], device=exact.device) >= count.to(exact.device)[:, None]
         with torch.inference_mode(False), torch.no_grad():
             self.scale: Tensor | None = None  # [S, D] float32
-            if kind == "model":
+            if kind == "model" and dtype.itemsize > 2:
                 self.data = exact.masked_fill(beyond[:, None], 0).to(dtype)
                 return
             high = exact.masked_fill(beyond[:, None], -torch.inf).amax(-1) if exact.shape[-1] else exact.sum(-1)
             low = exact.masked_fill(beyond[:, None], torch.inf).amin(-1) if exact.shape[-1] else exact.sum(-1)
             middle = torch.where(high >= low, (high + low) / 2, 0)  # a head without chunks has no range
             spread = (exact - middle[..., None]).masked_fill(beyond[:, None], 0)
-            if kind == "bf16":
-                self.data = spread.to(torch.bfloat16)
+            if kind != "int8":
+                self.data = spread.to(torch.bfloat16 if kind == "bf16" else dtype)
                 return
             scale = torch.where(high > low, (high - low) / (2 * _LEVELS), 1)
             self.data = (spread / scale[..., None]).round_().clamp_(-_LEVELS, _LEVELS).to(torch.int8)
