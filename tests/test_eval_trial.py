@@ -17,13 +17,15 @@ import torch
 from foveakv.compare import Candidate, candidates
 from foveakv.errors import InputError, UnsupportedModeError
 from foveakv.evaluation import items
+from foveakv.evaluation.agreement import Agreement, add
+from foveakv.evaluation.bundle import fits
 from foveakv.evaluation.cards import digit_card, glyphs
 from foveakv.evaluation.grading import grade
 from foveakv.evaluation.items import Item, Turn
 from foveakv.evaluation.replay import read, record, replay
 from foveakv.evaluation.results import Result
-from foveakv.evaluation.speaking import Reply, Speaker
-from foveakv.evaluation.trial import Bench, agreement
+from foveakv.evaluation.speaking import Speaker
+from foveakv.evaluation.trial import Bench
 from foveakv.methods import Method
 from foveakv.methods.hae import HAE
 from foveakv.models import Loaded
@@ -54,9 +56,10 @@ def test_replayed_prefill_equals_a_real_one(family: str, name: str) -> None:
     replayed = replay(recording, matrix.method(name))
     cache, logits = read(model, inputs, matrix.method(name))
     assert torch.equal(logits, recording.logits)
-    ours, theirs = speaker.reply(replayed, recording.logits, 5), speaker.reply(cache, logits, 5)
-    assert ours.tokens == theirs.tokens
-    torch.testing.assert_close(ours.logits, theirs.logits, rtol=0, atol=0)
+    (ours, ours_from) = speaker.reply_all([replayed], [recording.logits], 5)
+    (theirs, theirs_from) = speaker.reply_all([cache], [logits], 5)
+    assert ours == theirs
+    assert torch.equal(torch.stack(ours_from[0]), torch.stack(theirs_from[0]))
     for layer in cache.compressed:
         assert torch.equal(replayed.kept(layer.layer_idx), cache.kept(layer.layer_idx))
         assert replayed.layers[layer.layer_idx].device_nbytes == layer.device_nbytes
@@ -68,9 +71,9 @@ def test_replies_are_those_of_generate(family: str) -> None:
     inputs = families.prompt(family)
     recording = record(model, inputs)
     cache = replay(recording, matrix.method("full"))
-    reply = Speaker(model, tiny_folder.tokenizer()).reply(cache, recording.logits, 6)
+    ((reply,), _) = Speaker(model, tiny_folder.tokenizer()).reply_all([cache], [recording.logits], 6)
     output = matrix.plain(model, inputs, suppress_tokens=[])  # the tests' models usually suppress special ones
-    assert reply.tokens == output.tokens[0, inputs["input_ids"].shape[1] :].tolist()[: len(reply.tokens)]
+    assert reply == output.tokens[0, inputs["input_ids"].shape[1] :].tolist()[: len(reply)]
 
 
 @dataclass
@@ -108,7 +111,8 @@ def test_what_cannot_be_replayed_is_refused() -> None:
 def test_full_agrees_with_itself_and_random_does_not(loaded: Loaded, item: Item) -> None:
     chosen = candidates(["full", "snapkv", "random"], [0.2], {"snapkv": {"window": 4}})
     full, snapkv, random = Bench(loaded).run(item, chosen)
-    assert (full.match, full.kl) == (1.0, 0.0)
+    assert full.match == 1.0
+    assert full.kl == pytest.approx(0, abs=1e-6)
     assert full.scored == sum(turn.tokens for turn in full.turns) - 1
     assert [result.label for result in (full, snapkv, random)] == [candidate.label for candidate in chosen]
     assert snapkv.error is None
@@ -142,7 +146,7 @@ def test_replies_after_the_full_ones_are_fed(loaded: Loaded, item: Item) -> None
             more = speaker.follow_up(item.turns[number + 1].text, last)
             logits = [speaker.feed(cache, more)[-1].double() for cache in caches]
         assert turn.max_new_tokens >= full.turns[number].tokens
-    assert result.kl == pytest.approx(sum(expected) / len(expected), rel=1e-6)
+    assert result.kl == pytest.approx(sum(expected) / len(expected), rel=1e-4)  # float32
     assert result.scored == len(expected)
 
 
@@ -161,9 +165,10 @@ def test_likelihood_of_a_reply_is_the_full_caches(loaded: Loaded, item: Item) ->
     bench = Bench(loaded)
     full, result = bench.run(item, candidates(["full", "random"], [0.2]))
     cache, logits = read(loaded.model, _inputs(loaded, item), matrix.method("full"))
-    reply = bench.speaker.reply(cache, logits, 6)
-    chosen = torch.tensor(reply.tokens)[:, None]
-    assert full.log_likelihood == pytest.approx(float(reply.logits.log_softmax(-1).gather(-1, chosen).mean()), rel=1e-6)
+    (reply,), (said,) = bench.speaker.reply_all([cache], [logits], 6)
+    chosen = torch.tensor(reply)[:, None]
+    expected = float(torch.stack(said).log_softmax(-1).gather(-1, chosen).mean())
+    assert full.log_likelihood == pytest.approx(expected, rel=1e-6)
     assert result.log_likelihood is not None
     assert result.log_likelihood <= 0
 
@@ -201,15 +206,56 @@ def test_chat_templates_carry_later_turns() -> None:
 
 
 def test_agreement_by_hand() -> None:
-    uniform = torch.zeros(1, 2)
-    sure = torch.tensor([[math.log(3.0), 0.0]])  # 3/4, 1/4
-    full = [Reply([0, 0, 0], torch.cat([uniform, sure, sure]))]
-    ours = [Reply([0, 0, 0], torch.cat([sure, sure, -sure]))]
-    match, equal, kl, scored = agreement(full, ours)
-    assert (match, equal, scored) == (0.5, 0.5, 2)
-    assert kl == pytest.approx((0 + 0.75 * math.log(3) + 0.25 * math.log(1 / 3)) / 2)
-    assert agreement([Reply([0], uniform)], [Reply([0], sure)]) == (1.0, 1.0, None, 0)
-    assert agreement(full, ours, 0)[::3] == (pytest.approx(2 / 3), 3)
+    uniform = torch.zeros(2)
+    sure = torch.tensor([math.log(3.0), 0.0])  # 3/4, 1/4
+    one, other = Agreement(), Agreement()
+    add([one, other], sure, [sure, -sure])
+    add([one], sure, [-sure])
+    assert (one.match, one.equal, one.scored, one.differs) == (0.5, 0.5, 2, True)
+    assert one.kl == pytest.approx((0.75 * math.log(3) + 0.25 * math.log(1 / 3)) / 2)
+    assert (other.match, other.equal, other.scored) == (0.0, 0.0, 1)
+    add([other], sure, [sure])
+    assert (other.match, other.equal) == (0.0, 0.5)
+    none = Agreement()
+    assert (none.match, none.equal, none.kl, none.scored, none.differs) == (1.0, 1.0, None, 0, False)
+    half = Agreement()
+    add([half], uniform, [sure])
+    assert half.kl == pytest.approx(0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25))
+
+
+@pytest.mark.parametrize("family", REPLAYED)
+def test_methods_side_by_side_say_what_each_says_alone(family: str) -> None:
+    model = matrix.model(family, torch.float64)
+    speaker, recording = Speaker(model, tiny_folder.tokenizer()), record(model, families.prompt(family))
+    names = [name for name in matrix.METHODS if family != "llama" or not matrix.method(name).visual_only]
+    together = [replay(recording, matrix.method(name)) for name in names]
+    replies, said = speaker.reply_all(together, [recording.logits] * len(names), 5)
+    more = [[reply[-1], families.TEXT_IDS[3], families.TEXT_IDS[4]] for reply in replies]
+    behind = speaker.feed_all(together, more)
+    for place, name in enumerate(names):
+        cache = replay(recording, matrix.method(name))
+        (reply,), (own,) = speaker.reply_all([cache], [recording.logits], 5)
+        assert reply == replies[place]
+        torch.testing.assert_close(torch.stack(own), torch.stack(said[place]), rtol=0, atol=1e-5)
+        torch.testing.assert_close(speaker.feed(cache, more[place]), behind[place], rtol=0, atol=1e-5)
+        for layer in cache.compressed:
+            assert torch.equal(together[place].kept(layer.layer_idx), cache.kept(layer.layer_idx))
+            assert together[place].layers[layer.layer_idx].device_nbytes == layer.device_nbytes
+
+
+def test_models_with_offsets_per_prompt_run_alone() -> None:
+    model = matrix.model("qwen2_5_vl")
+    assert not fits(replay(record(model, families.prompt("qwen2_5_vl")), matrix.method("full")))
+    model = matrix.model("llava")
+    assert fits(replay(record(model, families.prompt("llava")), matrix.method("full")))
+
+
+def test_times_are_measured_on_some_items(loaded: Loaded, item: Item) -> None:
+    chosen = candidates(["full", "random"], [0.2])
+    first, other = item, Item("two", 1, 0, item.images, item.turns)
+    assert all((result.token_seconds or 0) > 0 for result in Bench(loaded).run(first, chosen))
+    assert all(result.token_seconds is None for result in Bench(loaded).run(other, chosen))
+    assert all(result.token_seconds is None for result in Bench(loaded, time_every=0).run(first, chosen))
 
 
 def test_who_changes_the_prefill_is_judged_by_the_first_token_too(loaded: Loaded, item: Item) -> None:

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,14 +14,7 @@ from torch import Tensor
 from foveakv import compat
 from foveakv.cache import CompressedCache
 from foveakv.errors import InputError
-
-
-@dataclass
-class Reply:
-    """tokens: the ids, an end token included. logits: [tokens, vocabulary] float32, what each token was chosen from."""
-
-    tokens: list[int]
-    logits: Tensor
+from foveakv.evaluation.bundle import Bundle, fits
 
 
 class Speaker:
@@ -49,26 +41,43 @@ class Speaker:
             output = self.model(input_ids=ids, **{self._name: cache}, use_cache=True)
         return output.logits[0].float()
 
-    def reply(self, cache: CompressedCache, logits: Tensor, most: int) -> Reply:
-        """Greedy: from the logits [vocabulary] behind the question, at most `most` tokens.
+    def feed_all(self, caches: Sequence[CompressedCache], tokens: Sequence[Sequence[int]]) -> list[Tensor]:
+        """`feed` for several caches; those that can run as one batch do."""
+        groups: dict[Any, list[int]] = {}
+        for place, (cache, own) in enumerate(zip(caches, tokens, strict=True)):
+            groups.setdefault((cache.seen, len(own)) if fits(cache) else place, []).append(place)
+        found: list[Tensor] = [torch.empty(0)] * len(caches)
+        for places in groups.values():
+            if len(places) == 1:
+                found[places[0]] = self.feed(caches[places[0]], tokens[places[0]])
+                continue
+            bundle = Bundle([caches[place] for place in places])
+            ids = torch.tensor([list(tokens[place]) for place in places], device=self.model.device)
+            with torch.inference_mode(), bundle.step(ids.shape[1]):
+                output = self.model(input_ids=ids, **{self._name: bundle}, use_cache=True)
+            for place, logits in zip(places, output.logits.float(), strict=True):
+                found[place] = logits
+        return found
 
-        The last token is not fed back: what comes next begins with it.
+    def reply_all(
+        self, caches: Sequence[CompressedCache], logits: Sequence[Tensor], most: int
+    ) -> tuple[list[list[int]], list[list[Tensor]]]:
+        """Greedy replies, token by token: from the logits [vocabulary] behind the question, at most `most` tokens each.
+
+        Also the logits that each token was chosen from. The last token, an end token or the last that was allowed, is
+        not fed back: what comes next begins with it.
         """
-        tokens: list[int] = []
-        said: list[Tensor] = []
+        replies: list[list[int]] = [[] for _ in caches]
+        chosen_from: list[list[Tensor]] = [[] for _ in caches]
+        active, newest = list(range(len(caches))), list(logits)
         while True:
-            said.append(logits.float())
-            tokens.append(int(logits.argmax()))
-            if len(tokens) == most or tokens[-1] in self.ends:
-                return Reply(tokens, torch.stack(said))
-            logits = self.feed(cache, tokens[-1:])[-1]
-
-    def repeat(self, cache: CompressedCache, logits: Tensor, tokens: Sequence[int]) -> Reply:
-        """What the model would have said at each step of a reply that is given, one token at a time."""
-        said = [logits.float()]
-        for token in tokens[:-1]:
-            said.append(self.feed(cache, [token])[-1])
-        return Reply(list(tokens), torch.stack(said))
+            for place, own in zip(active, newest, strict=True):
+                chosen_from[place].append(own.float())
+                replies[place].append(int(own.argmax()))
+            active = [i for i in active if len(replies[i]) < most and replies[i][-1] not in self.ends]
+            if not active:
+                return replies, chosen_from
+            newest = [out[-1] for out in self.feed_all([caches[i] for i in active], [replies[i][-1:] for i in active])]
 
     def follow_up(self, question: str, last: int) -> list[int]:
         """Tokens to feed for the next question: the last token of the reply, its end where it was cut, the question."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -14,25 +14,31 @@ from torch import Tensor
 from foveakv.cache import CompressedCache
 from foveakv.compare import Candidate
 from foveakv.errors import UnsupportedModeError
+from foveakv.evaluation.agreement import Agreement, add
 from foveakv.evaluation.grading import grade
 from foveakv.evaluation.items import Item
 from foveakv.evaluation.replay import Recording, read, record, replay
-from foveakv.evaluation.results import FULL, Result, TurnResult, describe_error
-from foveakv.evaluation.speaking import Reply, Speaker
+from foveakv.evaluation.results import Result, TurnResult, describe_error
+from foveakv.evaluation.speaking import Speaker
 from foveakv.inputs import build_inputs
 from foveakv.methods import Method
 from foveakv.methods.full import Full
 from foveakv.models import Loaded
 from foveakv.report import Report
 
+TIMED = 8
+"""Decode steps whose median is a method's time per token."""
+
 
 @dataclass
 class _Talk:
-    """All replies of one conversation, and the cache's report at the end of the first."""
+    """A conversation: replies (one per turn), the cache's report at the end of the first, and the logits behind which
+    each token of the full cache's replies was chosen (empty for methods)."""
 
-    replies: list[Reply]
-    report: Report
     cache: CompressedCache
+    replies: list[list[int]]
+    report: Report | None = None
+    logits: list[list[Tensor]] | None = None
 
 
 class Bench:
@@ -41,59 +47,69 @@ class Bench:
     Args:
         loaded: model and processor.
         backend, kv_dtype: as for `foveakv.compress`.
+        time_every: `token_seconds` is measured on every so many items, each method alone; 0 never measures it.
     """
 
-    def __init__(self, loaded: Loaded, *, backend: str = "auto", kv_dtype: str | None = None) -> None:
+    def __init__(
+        self, loaded: Loaded, *, backend: str = "auto", kv_dtype: str | None = None, time_every: int = 10
+    ) -> None:
         self.loaded = loaded
         self.options = {"backend": backend, "kv_dtype": kv_dtype}
+        self.time_every = time_every
         self.speaker = Speaker(loaded.model, loaded.processor)
 
     def run(self, item: Item, candidates: Sequence[Candidate]) -> Iterator[Result]:
         """One result per candidate, in their order; where something raises, a result with `error`.
 
         The prompt is read once; every method then compresses the same recorded prefill (`replay.py`), except where
-        that cannot be: then each reads it for itself, with the same outcome.
+        that cannot be: then each reads it for itself, with the same outcome. Methods decode side by side, as rows of a
+        batch (`bundle.py`), each over its own cache.
         """
         try:
             prompt = _Prompt(self, item)
-            full = prompt.talk(Full())
+            full = prompt.talk([Full()], keep_logits=True)[0]
         except Exception as error:  # a method may raise anything; the others go on
             for candidate in candidates:
                 yield self._failed(item, candidate, error)
             return
-        for candidate in candidates:
+        methods = [candidate.method for candidate in candidates]
+        agreements = [Agreement() for _ in methods]
+        given = _each(methods, lambda places: prompt.follow(full, [methods[i] for i in places], places, agreements))
+        # Whoever says what the full cache says needs no conversation of its own.
+        differing = [i for i, talk in enumerate(given) if isinstance(talk, _Talk) and agreements[i].differs]
+        own = _each(differing, lambda places: prompt.talk([methods[differing[i]] for i in places]))
+        talks = list(given)
+        for i, talk in zip(differing, own, strict=True):
+            talks[i] = talk
+        for candidate, found, agreement in zip(candidates, talks, agreements, strict=True):
             try:
-                yield self._result(prompt, full, candidate)
+                if isinstance(found, Exception):
+                    raise found
+                yield self._result(prompt, full, candidate, found, agreement)
             except Exception as error:  # a method may raise anything; the others go on
                 yield self._failed(item, candidate, error)
 
-    def _result(self, prompt: _Prompt, full: _Talk, candidate: Candidate) -> Result:
-        method, item = candidate.method, prompt.item
-        talk = full if method.name == FULL else prompt.talk(method)
-        given = talk
-        if any(ours.tokens != theirs.tokens for ours, theirs in zip(talk.replies, full.replies, strict=True)):
-            given = prompt.talk(method, given=[reply.tokens for reply in full.replies])
-        # Who takes tokens out of the residual stream changes what chooses the first token.
-        skipped = 1 if method.drop_hidden_after is None else 0
-        match, equal, kl, scored = agreement(full.replies, given.replies, skipped)
+    def _result(self, prompt: _Prompt, full: _Talk, candidate: Candidate, talk: _Talk, agreement: Agreement) -> Result:
+        item, report = prompt.item, talk.report
+        if report is None:
+            raise UnsupportedModeError(f"item {item.number} of {item.task} has no turn")
         turns = tuple(
             TurnResult(
-                turn.text, text := self.speaker.text(reply.tokens), turn.answer, grade(turn, text), len(turn.facts),
-                len(reply.tokens),
+                turn.text, text := self.speaker.text(reply), turn.answer, grade(turn, text), len(turn.facts), len(reply)
             )
             for turn, reply in zip(item.turns, talk.replies, strict=True)
-        )  # fmt: skip
-        steps = [seconds for tokens, seconds in talk.cache.steps if tokens == 1]
-        totals, report = talk.report.to_dict(), talk.report
+        )
+        totals = report.to_dict()
+        timed = self.time_every and item.number % self.time_every == 0
         return Result(
             **self._who(item, candidate),
             score=sum(turn.score for turn in turns) / len(turns),
             turns=turns,
-            match=match,
-            equal=equal,
-            kl=kl,
-            scored=scored,
-            log_likelihood=prompt.likelihood(full, talk) if item.long else None,
+            match=agreement.match,
+            equal=agreement.equal,
+            kl=agreement.kl,
+            scored=agreement.scored,
+            log_likelihood=prompt.likelihood(full, talk.replies[0]) if item.long else None,
             context=prompt.tokens,
             stored_bytes=totals["stored_bytes"],
             full_bytes=totals["full_bytes"],
@@ -102,7 +118,7 @@ class Bench:
             evicted=totals["evicted"],
             retrieved=totals["retrieved"],
             hits=sum(layer.hits for layer in report.layers),
-            token_seconds=median(steps) if steps else None,
+            token_seconds=prompt.token_seconds(candidate.method, full.replies[0]) if timed else None,
             prefill_seconds=talk.cache.prefill_seconds,
             details=_details(talk.cache),
         )
@@ -122,7 +138,7 @@ class _Prompt:
     """An item's prompt, read once."""
 
     def __init__(self, bench: Bench, item: Item) -> None:
-        self.bench, self.item = bench, item
+        self.bench, self.item, self.speaker = bench, item, bench.speaker
         model, processor = bench.loaded
         self.inputs = build_inputs(processor, item.turns[0].text, item.images, model=model)
         self.tokens = int(self.inputs["input_ids"].shape[1])
@@ -137,58 +153,95 @@ class _Prompt:
             return read(self.bench.loaded.model, self.inputs, method, **options)
         return replay(self._recording, method, **options), self._recording.logits
 
-    def talk(self, method: Method, given: Sequence[Sequence[int]] | None = None) -> _Talk:
-        """The whole conversation with the method's own replies, or with `given` ones."""
-        speaker = self.bench.speaker
-        cache, logits = self.begin(method)
-        replies: list[Reply] = []
-        report: Report | None = None
+    def talk(self, methods: Sequence[Method], *, keep_logits: bool = False) -> list[_Talk]:
+        """The conversation with each method's own replies."""
+        talks, logits = self._begin(methods)
         for number, turn in enumerate(self.item.turns):
             if number:
-                logits = speaker.feed(cache, speaker.follow_up(turn.text, replies[-1].tokens[-1]))[-1]
-            if given is None:
-                replies.append(speaker.reply(cache, logits, turn.max_new_tokens))
-            else:
-                replies.append(speaker.repeat(cache, logits, given[number]))
-            report = report or Report.of(cache)
-        if report is None:
-            raise UnsupportedModeError(f"item {self.item.number} of {self.item.task} has no turn")
-        return _Talk(replies, report, cache)
+                logits = self._ask(talks, turn.text)
+            caches = [talk.cache for talk in talks]
+            replies, chosen_from = self.speaker.reply_all(caches, logits, turn.max_new_tokens)
+            for talk, reply, own in zip(talks, replies, chosen_from, strict=True):
+                talk.replies.append(reply)
+                talk.report = talk.report or Report.of(talk.cache)
+                if keep_logits:
+                    talk.logits = [*(talk.logits or []), own]
+        return talks
 
-    def likelihood(self, full: _Talk, talk: _Talk) -> float:
-        """Mean log-probability that the full cache gives to the tokens of the first reply."""
-        tokens = talk.replies[0].tokens
-        if tokens == full.replies[0].tokens:
-            logits = full.replies[0].logits
+    def follow(
+        self, full: _Talk, methods: Sequence[Method], places: Sequence[int], agreements: Sequence[Agreement]
+    ) -> list[_Talk]:
+        """The conversation with the full cache's replies; what methods would have said goes into their agreements.
+
+        The first token of the first reply is left out: it is chosen by the prefill, which sees the whole prompt (unless
+        the method took tokens out of the residual stream).
+        """
+        talks, logits = self._begin(methods)
+        fresh = [Agreement() for _ in methods]
+        skip = [method.drop_hidden_after is None for method in methods]
+        for number, (turn, reply, expected) in enumerate(
+            zip(self.item.turns, full.replies, full.logits or [], strict=True)
+        ):
+            if number:
+                logits = self._ask(talks, turn.text)
+            for step, (token, wanted) in enumerate(zip(reply, expected, strict=True)):
+                judged = [i for i in range(len(talks)) if number or step or not skip[i]]
+                if judged:
+                    add([fresh[i] for i in judged], wanted, [logits[i].float() for i in judged])
+                if step + 1 < len(reply):
+                    caches = [talk.cache for talk in talks]
+                    logits = [out[-1] for out in self.speaker.feed_all(caches, [[token]] * len(talks))]
+            for talk in talks:
+                talk.replies.append(list(reply))
+                talk.report = talk.report or Report.of(talk.cache)
+        for place, agreement in zip(places, fresh, strict=True):
+            agreements[place].same, agreements[place].divergences = agreement.same, agreement.divergences
+        return talks
+
+    def _begin(self, methods: Sequence[Method]) -> tuple[list[_Talk], list[Tensor]]:
+        begun = [self.begin(method) for method in methods]
+        return [_Talk(cache, []) for cache, _ in begun], [logits for _, logits in begun]
+
+    def _ask(self, talks: Sequence[_Talk], question: str) -> list[Tensor]:
+        """The next question to all; the logits behind it."""
+        tokens = [self.speaker.follow_up(question, talk.replies[-1][-1]) for talk in talks]
+        return [out[-1] for out in self.speaker.feed_all([talk.cache for talk in talks], tokens)]
+
+    def likelihood(self, full: _Talk, reply: list[int]) -> float:
+        """Mean log-probability that the full cache gives to the tokens of a first reply."""
+        if reply == full.replies[0] and full.logits is not None:
+            logits = torch.stack(full.logits[0])
         else:
             cache, first = self.begin(Full())
             logits = first.float()[None]
-            if len(tokens) > 1:
-                logits = torch.cat([logits, self.bench.speaker.feed(cache, tokens[:-1])])
-        chosen = torch.tensor(tokens, device=logits.device)[:, None]
+            if len(reply) > 1:
+                logits = torch.cat([logits, self.speaker.feed(cache, reply[:-1])])
+        chosen = torch.tensor(reply, device=logits.device)[:, None]
         return float(logits.log_softmax(-1).gather(-1, chosen).mean())
 
+    def token_seconds(self, method: Method, reply: Sequence[int]) -> float | None:
+        """Median of the first decode steps over the full cache's reply, alone; None where the reply has one token."""
+        cache, _ = self.begin(method)
+        for token in reply[: min(TIMED, len(reply) - 1)]:
+            self.speaker.feed(cache, [token])
+        return median(seconds for _, seconds in cache.steps) if cache.steps else None
 
-def agreement(
-    full: Sequence[Reply], method: Sequence[Reply], skipped: int = 1
-) -> tuple[float, float, float | None, int]:
-    """How near a method is to the full cache on the full cache's own replies: match, equal, kl, scored (see `Result`).
 
-    Both hold the logits behind the same tokens. The first `skipped` tokens of the first reply are left out: the first
-    one is chosen by the prefill, which sees the whole prompt. Without any other token, match and equal are 1 and kl is
-    None.
-    """
-    same: list[bool] = []
-    divergence: list[Tensor] = []
-    for turn, (ours, theirs) in enumerate(zip(method, full, strict=True)):
-        start = skipped if turn == 0 else 0
-        p, q = theirs.logits[start:].double().log_softmax(-1), ours.logits[start:].double().log_softmax(-1)
-        divergence.append((p.exp() * (p - q)).sum(-1).clamp_min(0))
-        same += (ours.logits[start:].argmax(-1) == theirs.logits[start:].argmax(-1)).tolist()
-    if not same:
-        return 1.0, 1.0, None, 0
-    match = same.index(False) if False in same else len(same)
-    return match / len(same), sum(same) / len(same), float(torch.cat(divergence).mean()), len(same)
+def _each(items: Sequence[Any], work: Callable[[Sequence[int]], list[_Talk]]) -> list[_Talk | Exception]:
+    """All at once; where that raises, one at a time, so that an error belongs to the item that causes it."""
+    places = range(len(items))
+    if not items:
+        return []
+    try:
+        return list(work(places))
+    except Exception:  # a method may raise anything
+        found: list[_Talk | Exception] = []
+        for place in places:
+            try:
+                found += work([place])
+            except Exception as error:
+                found.append(error)
+        return found
 
 
 def _details(cache: CompressedCache) -> dict[str, Any] | None:

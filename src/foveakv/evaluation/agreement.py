@@ -1,0 +1,53 @@
+"""How near a method is to the full cache, token by token of the full cache's own replies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Agreement:
+    """Collects over tokens: whether both choose the same one, and the divergence in nats.
+
+    See `Result` for what `match`, `equal`, `kl` and `scored` mean. Without any token match and equal are 1, kl is None.
+    """
+
+    same: list[bool] = field(default_factory=list)
+    divergences: list[float] = field(default_factory=list)
+
+    @property
+    def scored(self) -> int:
+        return len(self.same)
+
+    @property
+    def differs(self) -> bool:
+        """Whether some token would not have been the full cache's."""
+        return not all(self.same)
+
+    @property
+    def match(self) -> float:
+        if not self.same:
+            return 1.0
+        return (self.same.index(False) if False in self.same else len(self.same)) / len(self.same)
+
+    @property
+    def equal(self) -> float:
+        return sum(self.same) / len(self.same) if self.same else 1.0
+
+    @property
+    def kl(self) -> float | None:
+        return sum(self.divergences) / len(self.divergences) if self.divergences else None
+
+
+def add(agreements: list[Agreement], full: Tensor, methods: list[Tensor]) -> None:
+    """One more token for each method: full [vocabulary] and the methods' logits for it, float32."""
+    p = full.log_softmax(-1)
+    logits = torch.stack(methods)
+    divergence = (p.exp() * (p - logits.log_softmax(-1))).sum(-1).clamp_min(0)
+    same = logits.argmax(-1) == full.argmax()
+    for agreement, value, equal in zip(agreements, divergence.tolist(), same.tolist(), strict=True):
+        agreement.divergences.append(value)
+        agreement.same.append(equal)
