@@ -6,6 +6,7 @@ import csv
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,6 +129,14 @@ def test_show(given: list[Any], tmp_path: Path) -> None:
     assert len(rows(table)) == (2 + 3) * 32
     check_picture(picture, 400)
     check_picture(film, 400)
+
+
+def test_show_prints_no_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    from foveakv.cli.prompts import Task
+    from foveakv.cli.show import _print
+
+    _print(SimpleNamespace(rows=()), [], "an\x1b[2Jswer", Task("t", "?", [], [], "?"))
+    assert "answer  an[2Jswer" in capsys.readouterr().out
 
 
 def test_show_every_layer_and_the_mean(given: list[Any], tmp_path: Path) -> None:

@@ -104,6 +104,8 @@ def show(
 
 
 def _print(result: Any, images: Any, answer: str, task: prompts.Task) -> None:
+    from foveakv.compare import printable
+
     table = Table(title="share of each picture's patches that is kept", title_justify="left", box=box.SIMPLE_HEAD)
     for i, name in enumerate(["", *task.captions]):
         table.add_column(escape(name), justify="right" if i else "left")
@@ -111,7 +113,7 @@ def _print(result: Any, images: Any, answer: str, task: prompts.Task) -> None:
         table.add_row(escape(row.label), *(f"{row.columns[own].mean():.0%}" for own in images))
     console = common.output()
     console.print(f"[bold]question[/bold]  {escape(task.question)}", highlight=False)
-    console.print(f"[bold]answer[/bold]  {escape(answer.strip())}", highlight=False)
+    console.print(f"[bold]answer[/bold]  {escape(printable(answer).strip())}", highlight=False)
     console.print(table)
 
 
