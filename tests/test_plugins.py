@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 
 from foveakv import methods
 from foveakv.cli import app
+from foveakv.compare import candidates
 from foveakv.errors import MethodError
+from foveakv.evaluation.plan import Plan
 from foveakv.methods import plugins
 
 ROOT = Path(__file__).parents[1]
@@ -70,6 +72,20 @@ def test_what_a_broken_file_registered_is_forgotten(keynorm: Path) -> None:
     with pytest.raises(MethodError, match="ZeroDivisionError"):
         plugins.load_file(keynorm)
     assert "keynorm" not in methods.available()
+
+
+def test_results_of_a_file_that_was_changed_do_not_stay(keynorm: Path) -> None:
+    """Else the same command would say that there is nothing to do, and show what the old code did."""
+    plugins.load_file(keynorm)
+    old = Plan.of(["cards-1"], candidates(["keynorm", "snapkv"], [0.5]), 1)
+    assert Plan.from_dict(json.loads(json.dumps(old.to_dict()))) == old
+    assert Plan.of(["cards-1"], candidates(["keynorm", "snapkv"], [0.5]), 1).conflicts(old) == []
+    keynorm.write_text(keynorm.read_text() + "\n# better\n")
+    plugins._FILES.clear()
+    methods._REGISTERED.clear()
+    plugins.load_file(keynorm)
+    found = Plan.of(["cards-1"], candidates(["keynorm", "snapkv"], [0.5]), 1).conflicts(old)
+    assert found == ["'keynorm 0.5' was made by another version of the file that registers keynorm"]
 
 
 def test_runner_and_report(keynorm: Path, tmp_path: Path) -> None:

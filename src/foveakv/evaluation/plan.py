@@ -20,17 +20,23 @@ Key = tuple[str, int, int, str]
 
 @dataclass(frozen=True)
 class Entry:
-    """A candidate as plain values: its label, the method's name, and all the method's settings, defaults as well."""
+    """A candidate as plain values: its label, the method's name, and all the method's settings, defaults as well.
+
+    version: of the file that a method of one's own comes from, see `foveakv.methods.plugins`.
+    """
 
     label: str
     method: str
     settings: dict[str, Any]
+    version: str | None = None
 
     @classmethod
     def of(cls, candidate: Candidate) -> Entry:
+        from foveakv.methods.plugins import version_of
+
         names = {f.name for f in fields(candidate.method) if f.init}
         settings = {key: value for key, value in candidate.method.describe().items() if key in names}
-        return cls(candidate.label, candidate.method.name, settings)
+        return cls(candidate.label, candidate.method.name, settings, version_of(type(candidate.method)))
 
     def candidate(self) -> Candidate:
         """The method again. MethodError: this version has no such method or setting."""
@@ -142,6 +148,8 @@ class Plan:
 def _changes(old: Entry, new: Entry) -> list[str]:
     if old.method != new.method:
         return [f"{old.label!r} was {old.method} and is now {new.method}"]
+    if old.version not in (None, new.version):
+        return [f"{old.label!r} was made by another version of the file that registers {old.method}"]
     names = list(dict.fromkeys([*old.settings, *new.settings]))
     return [
         f"{old.label!r} had {name}={old.settings.get(name)!r} and now has {new.settings.get(name)!r}"

@@ -52,5 +52,13 @@ def loaded_files() -> tuple[str, ...]:
     return tuple(map(str, _FILES))
 
 
+def version_of(cls: type) -> str | None:
+    """A digest of the file that a class was loaded from, as it is now; None for classes from elsewhere."""
+    for file, module in _FILES.items():
+        if module == cls.__module__:
+            return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    return None
+
+
 def _of(module: str) -> list[str]:
     return [name for name, cls in methods._REGISTERED.items() if cls.__module__ == module]
