@@ -56,7 +56,7 @@ def tune(
     loaded = common.load_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     with common.messages().status("reading the prompts") as status:
         found = run(
-            Bench(loaded), prompts, names, budgets=values, options=options, max_loss=max_loss, seed=seed,
+            Bench(loaded, time_every=0), prompts, names, budgets=values, options=options, max_loss=max_loss, seed=seed,
             progress=lambda done, total: status.update(f"prompt {done + 1} of {total}"),
         )  # fmt: skip
     _print(found, len(prompts), FEW)
