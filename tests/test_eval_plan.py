@@ -34,6 +34,12 @@ def test_items_are_outermost_and_what_is_done_is_left_out() -> None:
     assert plan.units(set(keys)) == []
 
 
+def test_settings_that_cannot_be_written_down_are_refused() -> None:
+    method = methods.get("sparsemm", head_scores=[[1.0, 0.0]])
+    with pytest.raises(InputError, match="head_scores is of type list"):
+        Entry.of(Candidate("sparsemm", method))
+
+
 @pytest.mark.parametrize("name", methods.available())
 def test_every_method_comes_back_from_json(name: str) -> None:
     try:

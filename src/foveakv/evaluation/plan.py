@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from foveakv.errors import InputError, MethodError
@@ -32,9 +33,17 @@ class Entry:
 
     @classmethod
     def of(cls, candidate: Candidate) -> Entry:
+        """InputError: a setting is neither a number, a text nor a path, so that the method could not be made again."""
         from foveakv.methods.plugins import version_of
 
         names = {f.name for f in fields(candidate.method) if f.init}
+        for name in names:
+            value = getattr(candidate.method, name)
+            if not isinstance(value, int | float | str | PathLike | None):
+                raise InputError(
+                    f"{candidate.label}: a run writes settings down as numbers and texts, and {name} is of type "
+                    f"{type(value).__name__}; where the method takes a file in its place, give that"
+                )
         settings = {key: value for key, value in candidate.method.describe().items() if key in names}
         return cls(candidate.label, candidate.method.name, settings, version_of(type(candidate.method)))
 
