@@ -174,16 +174,19 @@ def test_weak_and_blind_tasks_do_not_rank() -> None:
         *scores("full", 0.8, 0.8, task="weak"), *scores("random 0.1", 0.0, 0.1, task="weak"),
         *scores("full", 1.0, 0.9, 1.0, task="blind"), *scores("random 0.1", 0.9, 1.0, 0.95, task="blind"),
         *scores("full", 1.0, 0.9, task="good"), *scores("random 0.1", 0.1, 0.2, task="good"),
+        *scores("full", 0.9, 0.8, task="odd"), *scores("random 0.1", 1.0, 1.0, task="odd"),
     )  # fmt: skip
     assert summary.ranked == ["good"]
     assert summary.states["weak"].reasons == ["full accuracy is under 85%: not used to rank"]
     assert summary.states["blind"].reasons == [
         "cannot tell the full cache from random: says nothing about methods, not used to rank"
     ]
+    assert summary.states["odd"].reasons == summary.states["blind"].reasons
     assert [row[4].main for row in task_states(summary).rows] == [
         "not used to rank",
         "not used to rank",
         "ranks methods",
+        "not used to rank",
     ]
 
 

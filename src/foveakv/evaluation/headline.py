@@ -80,7 +80,7 @@ def rules() -> list[str]:
     """How the figures are made."""
     return [
         f"A task ranks methods if the full cache gets at least {FULL_AT_LEAST:.0%} of its facts, and if the paired "
-        f"{LEVEL:.0%} interval of random at the smallest budget less full excludes 0. Other tasks are shown as well.",
+        f"{LEVEL:.0%} interval of random at the smallest budget less full lies below 0. Other tasks are shown as well.",
         "Leaderboards: means over the ranking tasks, each counting the same. The rank follows the relative change "
         "against full on the same items; equal changes share a rank. A method that lacks a ranking task has no rank.",
         "An arrow and a colour mark differences whose interval excludes 0: ▲ above, ▼ below. No correction is made "

@@ -6,7 +6,7 @@ Rules, so that no figure says more than it can:
   visual tokens only, and there is no picture) is no failure.
 - A difference is paired: only items that both sides have.
 - A task ranks methods where the full cache gets at least 85% and is told apart from random tokens at the smallest
-  budget (the paired interval excludes 0). All other tasks are shown and not used to rank.
+  budget (the paired interval of random less full lies below 0). All other tasks are shown and not used to rank.
 - A candidate that lacks a ranking task has no rank. Ranks follow the loss against the full cache on the same items, so
   that a candidate with fewer items is not ranked by which items it has.
 """
@@ -116,8 +116,8 @@ class TaskState:
 
     @property
     def blind(self) -> bool:
-        """The full cache cannot be told from random tokens."""
-        return self.floor is not None and not self.floor.excludes(0)
+        """The full cache cannot be told from random tokens, or random tokens are even better."""
+        return self.floor is not None and not self.floor.high < 0
 
     @property
     def ranked(self) -> bool:
