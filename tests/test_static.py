@@ -143,6 +143,19 @@ def test_copies_and_crops() -> None:
     assert largest_difference([model(input_ids=token, past_key_values=cache).logits], first[:1]) == 0
 
 
+def test_another_batch_size_made_under_inference_mode_goes_on_outside() -> None:
+    model, inputs = matrix.model("llama"), families.prompt("llama")
+    more = torch.full((2, 1), 20)
+    logits = []
+    for static in (None, ROOM):
+        cache = foveakv.cache_for(model, matrix.method("snapkv"), static=static)
+        with torch.inference_mode():
+            model(**inputs, past_key_values=cache)
+            cache.batch_repeat_interleave(2)
+        logits.append([model(input_ids=more, past_key_values=cache).logits for _ in range(2)])
+    assert largest_difference(logits[1], logits[0]) < 1e-5
+
+
 def test_bytes_are_those_of_the_storage() -> None:
     model, inputs = matrix.model("qwen2_5_vl"), families.batch("qwen2_5_vl").inputs
     got = run(model, matrix.method("adakv"), inputs, static=ROOM)

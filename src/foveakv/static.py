@@ -202,7 +202,8 @@ class FixedSlots:
         index = index.to(self.keys.device)
         for name in ("keys", "values", "positions_", "base"):
             held = getattr(self, name)
-            chosen = held.index_select(0, index)
+            with torch.inference_mode(False):  # later steps may run outside of it and write here
+                chosen = held.index_select(0, index)
             if len(chosen) == len(held):
                 held.copy_(chosen)
             else:
