@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -67,7 +68,7 @@ class Bench:
         """
         try:
             prompt = _Prompt(self, item)
-            full = prompt.talk([Full()], keep_logits=True)[0]
+            full = prompt.talk([prompt.full], keep_logits=True)[0]
         except Exception as error:  # a method may raise anything; the others go on
             for candidate in candidates:
                 yield self._failed(item, candidate, error)
@@ -143,11 +144,19 @@ class _Prompt:
         self.inputs = build_inputs(processor, item.turns[0].text, item.images, model=model)
         self.tokens = int(self.inputs["input_ids"].shape[1])
         self._recording: Recording | None = None
+        self.full = Full()
+        self._begun: dict[int, tuple[CompressedCache, Tensor]] = {}
         with contextlib.suppress(UnsupportedModeError):  # then every method reads the prompt for itself
             self._recording = record(model, self.inputs)
 
     def begin(self, method: Method) -> tuple[CompressedCache, Tensor]:
-        """A cache that has read the prompt, and the logits [vocabulary] behind it."""
+        """A cache that has read the prompt, and the logits [vocabulary] behind it: each time a copy of the same."""
+        if id(method) not in self._begun:
+            self._begun[id(method)] = self._read(method)
+        cache, logits = self._begun[id(method)]
+        return copy.deepcopy(cache), logits
+
+    def _read(self, method: Method) -> tuple[CompressedCache, Tensor]:
         options = self.bench.options
         if self._recording is None or method.drop_hidden_after is not None:
             return read(self.bench.loaded.model, self.inputs, method, **options)
@@ -212,7 +221,7 @@ class _Prompt:
         if reply == full.replies[0] and full.logits is not None:
             logits = torch.stack(full.logits[0])
         else:
-            cache, first = self.begin(Full())
+            cache, first = self.begin(self.full)
             logits = first.float()[None]
             if len(reply) > 1:
                 logits = torch.cat([logits, self.speaker.feed(cache, reply[:-1])])
