@@ -243,7 +243,9 @@ def test_methods_side_by_side_say_what_each_says_alone(family: str) -> None:
             assert together[place].layers[layer.layer_idx].device_nbytes == layer.device_nbytes
 
 
-def test_models_with_offsets_per_prompt_run_alone() -> None:
+def test_models_with_offsets_per_prompt_or_other_layers_run_alone() -> None:
+    cache, _ = read(matrix.model("gemma3"), families.prompt("gemma3"), matrix.method("full"))
+    assert not fits(cache)
     model = matrix.model("qwen2_5_vl")
     assert not fits(replay(record(model, families.prompt("qwen2_5_vl")), matrix.method("full")))
     model = matrix.model("llava")

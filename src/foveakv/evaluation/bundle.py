@@ -21,9 +21,10 @@ from foveakv.masks import Mask
 
 
 def fits(cache: CompressedCache) -> bool:
-    """Whether a cache can be a row: its prompt is in, and positions are counted from what it has seen alone (M-RoPE
-    models keep offsets per prompt)."""
-    return cache.prefilled and cache.static is None and all(state is None for state in cache.model_state)
+    """Whether a cache can be a row: its prompt is in, all of its layers are compressed, and positions are counted from
+    what it has seen alone (M-RoPE models keep offsets per prompt)."""
+    whole = len(cache.compressed) == len(cache.layers)
+    return whole and cache.prefilled and cache.static is None and all(state is None for state in cache.model_state)
 
 
 class Bundle(compat.Cache):
