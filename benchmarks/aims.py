@@ -76,6 +76,26 @@ def _lesser(name: str, other: str, **fields: Any) -> Callable[[list[Row]], Found
     return find
 
 
+PEERS = {"snapkv": "SnapKVPress", "adakv": "AdaKVPress(SnapKVPress)", "h2o": "ObservedAttentionPress"}
+
+
+def _beside_kvpress(value: Callable[[Row], float]) -> Callable[[list[Row]], Found]:
+    """The lowest of theirs over ours, over methods and contexts that both sides have."""
+
+    def find(rows: list[Row]) -> Found:
+        ratios = []
+        for method, press in PEERS.items():
+            for ours in _where(rows, side="foveakv", method=method):
+                same = {"context": ours["context"], "budget": ours["budget"]}
+                ratios += [
+                    (value(theirs) / value(ours), f"lowest: {method} at {ours['context']:,}")
+                    for theirs in _where(rows, side="kvpress", method=press, **same)
+                ]
+        return min(ratios) if ratios else None
+
+    return find
+
+
 def _per_token(model: str, method: str) -> Callable[[list[Row]], Found]:
     """The lesser of the speed-ups by median and by mean, which has HAE's flushes in it."""
 
@@ -178,5 +198,23 @@ AIMS: list[Aim] = [
         "x",
         True,
         _field("full_over_stored", budget=0.1, method="hybridkv"),
+    ),
+    Aim(
+        "kvpress-time",
+        "kvpress",
+        "kvpress' time per token over ours, same method, context and budget",
+        1.0,
+        "x",
+        True,
+        _beside_kvpress(lambda row: row["token_ms"]["median"]),
+    ),
+    Aim(
+        "kvpress-bytes",
+        "kvpress",
+        "kvpress' stored bytes over ours, same method, context and budget",
+        1.0,
+        "x",
+        True,
+        _beside_kvpress(lambda row: row["stored_bytes"]),
     ),
 ]
