@@ -89,9 +89,9 @@ def rules() -> list[str]:
         "gives as well. KL: mean divergence of the next-token distribution from the full cache's, over the scored "
         "tokens of all items; 0 is equal.",
         "Stored and peak bytes: storage on the compute device as a share of a full cache's for the same tokens. Time "
-        "per token: median, over the items on which it was measured, of the time of a decoding step over the full cache's "
-        "on the same item. Times are "
-        "noisy where other work runs on the machine, and those of the host alone where the model is on an accelerator.",
+        "per token: median, over the items on which it was measured, of the time of a decoding step over the full "
+        "cache's on the same item. Times are noisy where other work runs on the machine, and those of the host alone "
+        "where the model is on an accelerator.",
         "Results with an error count nowhere but under Failures. An interval needs at least two items.",
     ]
 
