@@ -40,16 +40,14 @@ class _Record(Method):
 
 @dataclass
 class Recording:
-    """A prompt's prefill: per compressed layer query [1, Hq, C, D], keys, values [1, H, C, D]; logits [vocabulary] of
-    its last token; seconds that it took."""
+    """A prompt's prefill: per compressed layer query [1, Hq, C, D], keys, values [1, H, C, D] and the scaling; logits
+    [vocabulary] of its last token."""
 
     model: Any
-    inputs: dict[str, Any]
     layers: list[tuple[Tensor, Tensor, Tensor, float]]
     prompt: PromptMap
     model_state: list[Any]
     logits: Tensor
-    seconds: float
 
 
 def record(model: Any, inputs: Mapping[str, Any]) -> Recording:
@@ -62,14 +60,12 @@ def record(model: Any, inputs: Mapping[str, Any]) -> Recording:
     cache = cache_for(model, method)
     if len(cache.compressed) != len(cache.layers):
         raise UnsupportedModeError("a prefill can be replayed only where every layer's cache is compressed")
-    began = time.perf_counter()
     with torch.inference_mode():
         output = _forward(model, inputs, cache)
-    seconds = time.perf_counter() - began
     if any(view.visible is not None for view in method.seen):
         raise UnsupportedModeError("a prefill can be replayed only where its mask is plainly causal, without padding")
     layers = [(view.query, view.keys, view.values, view.scaling) for view in method.seen]
-    return Recording(model, dict(inputs), layers, cache.full_prompt, cache.model_state, output.logits[0, -1], seconds)
+    return Recording(model, layers, cache.full_prompt, cache.model_state, output.logits[0, -1])
 
 
 def replay(recording: Recording, method: Method, **options: Any) -> CompressedCache:
