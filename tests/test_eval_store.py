@@ -43,6 +43,19 @@ def test_results_come_back(folder: Path) -> None:
         read_plan(folder / "results")
 
 
+def test_lines_of_other_versions(folder: Path) -> None:
+    """What is new in them is left out; what is no result is one clear error."""
+    newer = result(3).to_dict()
+    newer["later"] = newer["turns"][0]["later"] = 1
+    with lines(folder).open("a") as file:
+        file.write(json.dumps(newer) + "\n")
+    assert read_results(folder)[3] == result(3)
+    with lines(folder).open("a") as file:
+        file.write('{"task": "fake-a"}\n')
+    with pytest.raises(InputError, match="no result of this version"):
+        read_results(folder)
+
+
 @pytest.mark.parametrize("cut", [1, 20, "text", "half"])
 def test_a_torn_last_line_is_cut_off(folder: Path, cut: int | str) -> None:
     whole = lines(folder).read_bytes()

@@ -103,7 +103,11 @@ class Result:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Result:
         """Back from `to_dict`; fields that this version does not know are left out."""
-        known = {f.name for f in fields(cls)}
-        values = {name: value for name, value in data.items() if name in known}
-        values["turns"] = tuple(TurnResult(**turn) for turn in data.get("turns", ()))
+        values = _known(cls, data)
+        values["turns"] = tuple(TurnResult(**_known(TurnResult, turn)) for turn in data.get("turns", ()))
         return cls(**values)
+
+
+def _known(kind: type, data: dict[str, Any]) -> dict[str, Any]:
+    names = {f.name for f in fields(kind)}
+    return {name: value for name, value in data.items() if name in names}

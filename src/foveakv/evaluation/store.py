@@ -46,7 +46,10 @@ def read_results(folder: Path) -> list[Result]:
     found: dict[Key, Result] = {}
     for path in _files(folder):
         for _, line in _lines(path):
-            result = Result.from_dict(line)
+            try:
+                result = Result.from_dict(line)
+            except (TypeError, AttributeError) as error:
+                raise InputError(f"{path} has a line that is no result of this version: {error}") from error
             if result.error is None or result.key not in found or found[result.key].error is not None:
                 found[result.key] = result
     return list(found.values())
