@@ -600,3 +600,17 @@ def test_digests_are_paid_from_the_budget(classify: str, digest_dtype: str) -> N
         assert int(cache.state["hybridkv"]["total"]) <= 0.5 * context * heads
     assert used[True] <= 0.5 * context * heads
     assert used[True] <= used[False]
+
+
+def test_presets() -> None:
+    paper, small = HybridKV.preset("paper", budget=0.2), HybridKV.preset("small")
+    assert (paper.theta, paper.rho, paper.rounding, paper.count_digests, paper.budget) == (
+        0.9,
+        0.75,
+        "nearest",
+        False,
+        0.2,
+    )
+    assert (small.theta_quantile, small.window) == (0.7, 8)
+    with pytest.raises(MethodError, match="paper, small"):
+        HybridKV.preset("large")

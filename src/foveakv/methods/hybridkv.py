@@ -28,6 +28,14 @@ if TYPE_CHECKING:
     from foveakv.cache import CompressedCache, CompressedLayer
 
 
+PRESETS: dict[str, dict[str, Any]] = {
+    # What the paper states for its models; the power of two is the nearest, and digests come on top of the budget.
+    "paper": {"theta": 0.9, "rho": 0.75, "chunk_size": 8, "rounding": "nearest", "count_digests": False},
+    # For small models and prompts of some hundred tokens, where nearly all heads lie above 0.9 (docs/evidence.md).
+    "small": {"theta_quantile": 0.7, "window": 8},
+}
+
+
 @dataclass
 class HybridKV(Method):
     """Classify the heads, give each its budget, then prune the static ones and retrieve for the dynamic ones.
@@ -97,6 +105,13 @@ class HybridKV(Method):
     count_digests: bool = True
 
     name: ClassVar[str] = "hybridkv"
+
+    @classmethod
+    def preset(cls, name: str, **options: Any) -> HybridKV:
+        """Settings that go together, changed by `options`: see `PRESETS`."""
+        if name not in PRESETS:
+            raise MethodError(f"HybridKV has no preset {name!r}; choose one of {', '.join(PRESETS)}")
+        return cls(**{**PRESETS[name], **options})
 
     def __post_init__(self) -> None:
         parse_budget(self.budget)
