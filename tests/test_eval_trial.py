@@ -25,7 +25,7 @@ from foveakv.evaluation.items import Item, Turn
 from foveakv.evaluation.replay import read, record, replay
 from foveakv.evaluation.results import Result
 from foveakv.evaluation.speaking import Speaker
-from foveakv.evaluation.trial import Bench
+from foveakv.evaluation.trial import Bench, _Prompt
 from foveakv.methods import Method
 from foveakv.methods.hae import HAE
 from foveakv.models import Loaded
@@ -250,6 +250,24 @@ def test_models_with_offsets_per_prompt_or_other_layers_run_alone() -> None:
     assert not fits(replay(record(model, families.prompt("qwen2_5_vl")), matrix.method("full")))
     model = matrix.model("llava")
     assert fits(replay(record(model, families.prompt("llava")), matrix.method("full")))
+
+
+def test_times_are_measured_in_turns(loaded: Loaded, item: Item, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else whatever is measured while the machine is idle looks fast beside the full cache."""
+    fed: list[str] = []
+    bench = Bench(loaded)
+    feed = bench.speaker.feed
+
+    def noted(cache: Any, tokens: Any) -> torch.Tensor:
+        fed.append(cache.method.name)
+        return feed(cache, tokens)
+
+    prompt = _Prompt(bench, item)
+    monkeypatch.setattr(bench.speaker, "feed", noted)
+    chosen = [matrix.method(name) for name in ("full", "snapkv", "random")]
+    times = prompt.token_seconds(chosen, [5, 6, 7])
+    assert fed == ["full", "snapkv", "random"] * 2
+    assert all((seconds or 0) > 0 for seconds in times)
 
 
 def test_times_are_measured_on_some_items(loaded: Loaded, item: Item) -> None:

@@ -7,7 +7,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from foveakv.methods import Method
 from foveakv.methods.full import Full
 from foveakv.models import Loaded
 from foveakv.report import Report
+
+T = TypeVar("T")
 
 TIMED = 8
 """Decode steps whose median is a method's time per token."""
@@ -82,15 +84,38 @@ class Bench:
         talks = list(given)
         for i, talk in zip(differing, own, strict=True):
             talks[i] = talk
-        for candidate, found, agreement in zip(candidates, talks, agreements, strict=True):
+        seconds = self._times(prompt, full, methods, talks)
+        for i, (candidate, found, agreement) in enumerate(zip(candidates, talks, agreements, strict=True)):
             try:
                 if isinstance(found, Exception):
                     raise found
-                yield self._result(prompt, full, candidate, found, agreement)
+                took = seconds.get(i)
+                if isinstance(took, Exception):
+                    raise took
+                yield self._result(prompt, full, candidate, found, agreement, took)
             except Exception as error:  # a method may raise anything; the others go on
                 yield self._failed(item, candidate, error)
 
-    def _result(self, prompt: _Prompt, full: _Talk, candidate: Candidate, talk: _Talk, agreement: Agreement) -> Result:
+    def _times(
+        self, prompt: _Prompt, full: _Talk, methods: Sequence[Method], talks: Sequence[_Talk | Exception]
+    ) -> dict[int, float | Exception | None]:
+        """Seconds per token of the methods that have not failed, by their places; empty where an item is not timed."""
+        if not self.time_every or prompt.item.number % self.time_every:
+            return {}
+        good = [i for i, talk in enumerate(talks) if isinstance(talk, _Talk)]
+        reply = full.replies[0]
+        times = _each(good, lambda places: prompt.token_seconds([methods[good[i]] for i in places], reply))
+        return dict(zip(good, times, strict=True))
+
+    def _result(
+        self,
+        prompt: _Prompt,
+        full: _Talk,
+        candidate: Candidate,
+        talk: _Talk,
+        agreement: Agreement,
+        token_seconds: float | None,
+    ) -> Result:
         item, report = prompt.item, talk.report
         if report is None:
             raise UnsupportedModeError(f"item {item.number} of {item.task} has no turn")
@@ -101,7 +126,6 @@ class Bench:
             for turn, reply in zip(item.turns, talk.replies, strict=True)
         )
         totals = report.to_dict()
-        timed = self.time_every and item.number % self.time_every == 0
         return Result(
             **self._who(item, candidate),
             score=sum(turn.score for turn in turns) / len(turns),
@@ -119,7 +143,7 @@ class Bench:
             evicted=totals["evicted"],
             retrieved=totals["retrieved"],
             hits=sum(layer.hits for layer in report.layers),
-            token_seconds=prompt.token_seconds(candidate.method, full.replies[0]) if timed else None,
+            token_seconds=token_seconds,
             prefill_seconds=talk.cache.prefill_seconds,
             details=_details(talk.cache),
         )
@@ -228,15 +252,19 @@ class _Prompt:
         chosen = torch.tensor(reply, device=logits.device)[:, None]
         return float(logits.log_softmax(-1).gather(-1, chosen).mean())
 
-    def token_seconds(self, method: Method, reply: Sequence[int]) -> float | None:
-        """Median of the first decode steps over the full cache's reply, alone; None where the reply has one token."""
-        cache, _ = self.begin(method)
+    def token_seconds(self, methods: Sequence[Method], reply: Sequence[int]) -> list[float | None]:
+        """Medians of the first decode steps over the full cache's reply, each step alone; None: it has one token.
+
+        Methods step in turns, so that a busy moment of the machine does not hit one of them alone.
+        """
+        caches = [self.begin(method)[0] for method in methods]
         for token in reply[: min(TIMED, len(reply) - 1)]:
-            self.speaker.feed(cache, [token])
-        return median(seconds for _, seconds in cache.steps) if cache.steps else None
+            for cache in caches:
+                self.speaker.feed(cache, [token])
+        return [median(seconds for _, seconds in cache.steps) if cache.steps else None for cache in caches]
 
 
-def _each(items: Sequence[Any], work: Callable[[Sequence[int]], list[_Talk]]) -> list[_Talk | Exception]:
+def _each(items: Sequence[Any], work: Callable[[Sequence[int]], list[T]]) -> list[T | Exception]:
     """All at once; where that raises, one at a time, so that an error belongs to the item that causes it."""
     places = range(len(items))
     if not items:
@@ -244,7 +272,7 @@ def _each(items: Sequence[Any], work: Callable[[Sequence[int]], list[_Talk]]) ->
     try:
         return list(work(places))
     except Exception:  # a method may raise anything
-        found: list[_Talk | Exception] = []
+        found: list[T | Exception] = []
         for place in places:
             try:
                 found += work([place])
