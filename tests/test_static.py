@@ -249,6 +249,8 @@ def test_no_room_is_an_error_before_anything_is_overwritten() -> None:
     with foveakv.compress(model, matrix.method("snapkv"), static=3) as session:
         with pytest.raises(errors.UnsupportedModeError, match="static=4 or more"):
             model.generate(**inputs, max_new_tokens=5)
+        with pytest.raises(errors.UnsupportedModeError, match="static=4 or more"):
+            model.generate(**inputs, max_length=inputs["input_ids"].shape[1] + 5)
         model.generate(**inputs, max_new_tokens=4, min_new_tokens=4)  # the fourth token is not fed back
         cache, before, seen = session.cache, contents(session.cache), session.cache.seen
         for new in (1, 2):

@@ -91,10 +91,13 @@ def check_fixed(model: Any, method: Method, kwargs: dict[str, Any], room: int, s
             f"{method.name}: with static= a step takes one token; leave static out, or generate without an assistant"
         )
     wanted = _setting(model, kwargs, "max_new_tokens")
+    context = _context(kwargs)
+    if wanted is None and kwargs.get("max_length") is not None and context is not None:
+        wanted = kwargs["max_length"] - context
     if wanted is None:
         return
     if seen:  # a later turn brings tokens too
-        stored += max(0, (_context(kwargs) or 0) - seen)
+        stored += max(0, (context or 0) - seen)
     needed = stored + wanted - 1  # the last token is not fed back
     if needed > room:
         turn = f" behind the {stored} tokens of earlier turns and this one" if stored else ""
