@@ -111,8 +111,7 @@ def test_what_cannot_be_replayed_is_refused() -> None:
 def test_full_agrees_with_itself_and_random_does_not(loaded: Loaded, item: Item) -> None:
     chosen = candidates(["full", "snapkv", "random"], [0.2], {"snapkv": {"window": 4}})
     full, snapkv, random = Bench(loaded).run(item, chosen)
-    assert full.match == 1.0
-    assert full.kl == pytest.approx(0, abs=1e-6)
+    assert (full.match, full.kl) == (1.0, 0.0)
     assert full.scored == sum(turn.tokens for turn in full.turns) - 1
     assert [result.label for result in (full, snapkv, random)] == [candidate.label for candidate in chosen]
     assert snapkv.error is None

@@ -18,6 +18,11 @@ class Agreement:
     same: list[bool] = field(default_factory=list)
     divergences: list[float] = field(default_factory=list)
 
+    @classmethod
+    def perfect(cls, scored: int) -> Agreement:
+        """The full cache with itself."""
+        return cls([True] * scored, [0.0] * scored)
+
     @property
     def scored(self) -> int:
         return len(self.same)

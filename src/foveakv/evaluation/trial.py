@@ -19,7 +19,7 @@ from foveakv.evaluation.agreement import Agreement, add
 from foveakv.evaluation.grading import grade
 from foveakv.evaluation.items import Item
 from foveakv.evaluation.replay import Recording, read, record, replay
-from foveakv.evaluation.results import Result, TurnResult, describe_error
+from foveakv.evaluation.results import FULL, Result, TurnResult, describe_error
 from foveakv.evaluation.speaking import Speaker
 from foveakv.inputs import build_inputs
 from foveakv.methods import Method
@@ -84,6 +84,9 @@ class Bench:
         talks = list(given)
         for i, talk in zip(differing, own, strict=True):
             talks[i] = talk
+        for i, method in enumerate(methods):
+            if method.name == FULL:  # the yardstick itself, not a second run of it
+                talks[i], agreements[i] = full, Agreement.perfect(sum(map(len, full.replies)) - 1)
         seconds = self._times(prompt, full, methods, talks)
         for i, (candidate, found, agreement) in enumerate(zip(candidates, talks, agreements, strict=True)):
             try:
