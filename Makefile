@@ -20,9 +20,9 @@ help:
 
 demo: $(VENV)/.ready
 	@mkdir -p out
-	@$(VENV)/bin/foveakv compare --model demo --sample 12 --methods full,hae,hybridkv,snapkv,random --budgets 0.2 \
-		--set hae.relative=true --set hae.alpha=none --set hae.recent=8 \
-		--set hybridkv.window=8 --set snapkv.window=8 --max-new-tokens 16 --json out/demo.json --kept-png out/demo.png
+	@$(VENV)/bin/foveakv compare --model demo --sample 12 --ask-all --methods full,hae,hybridkv,snapkv,random \
+		--budgets 0.2 --set hae.relative=true --set hae.alpha=none --set hae.recent=8 --set hybridkv.window=8 \
+		--set hybridkv.theta_quantile=0.7 --set snapkv.window=8 --max-new-tokens 48 --json out/demo.json --kept-png out/demo.png
 
 test: $(VENV)/.ready
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS)
