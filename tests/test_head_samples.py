@@ -36,7 +36,7 @@ def test_a_folder_of_samples(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["{", '{"prompt": "x"}', '{"prompt": "x", "images": [], "targets": [{}]}', ""])
 def test_damaged_samples(tmp_path: Path, text: str) -> None:
     (tmp_path / "samples.jsonl").write_text(text)
-    with pytest.raises(InputError, match=r"line 1|has no sample"):
+    with pytest.raises(InputError, match=r"line 1|has no line"):
         read_samples(tmp_path)
     with pytest.raises(InputError, match=r"is missing"):
         read_samples(tmp_path / "none")

@@ -109,7 +109,7 @@ def test_prompts_of_a_folder(tmp_path: Path) -> None:
         ('{"text": "x"}', "line 1: KeyError"),
         ('{"prompt": 3}', "line 1: TypeError"),
         ('{"prompt": "x", "images": ["none.png"]}', "none.png"),
-        ("", "has no prompt"),
+        ("", "has no line"),
     ],
 )
 def test_damaged_prompts(tmp_path: Path, line: str, message: str) -> None:

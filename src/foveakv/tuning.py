@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from foveakv.compare import candidates
 from foveakv.errors import InputError, MethodError
 from foveakv.evaluation.bootstrap import Interval, interval
 from foveakv.evaluation.items import Item, Turn
+from foveakv.evaluation.lines import read_lines
 from foveakv.inputs import PLACEHOLDER, read_image
 
 if TYPE_CHECKING:
@@ -69,27 +69,17 @@ def read_prompts(folder: Path, max_new_tokens: int = 64) -> list[Item]:
     `<image>` marks in the prompt say where pictures go, else they come first; files are named relative to the folder.
     InputError: the file is missing or empty, or a line is damaged; the message has its number.
     """
-    file = folder / "prompts.jsonl"
-    if not file.is_file():
-        raise InputError(f'{file} is missing: one line {{"prompt": "...", "images": ["a.png"]}} per prompt')
-    items = []
-    for number, line in enumerate(file.read_text(encoding="utf8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-            text, names = entry["prompt"], entry.get("images", [])
-            if not isinstance(text, str) or not all(isinstance(name, str) for name in names):
-                raise TypeError("prompt is a text and images a list of names")
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{file}, line {number}: {type(error).__name__}: {error}") from error
+
+    def item(number: int, entry: dict[str, Any]) -> Item:
+        text, names = entry["prompt"], entry.get("images", [])
+        if not isinstance(text, str) or not all(isinstance(name, str) for name in names):
+            raise TypeError("prompt is a text and images a list of names")
         images = tuple(read_image(folder / name) for name in names)
         if images and PLACEHOLDER not in text:
             text = PLACEHOLDER * len(images) + text
-        items.append(Item("prompts", number, 0, images, (Turn(text, (), max_new_tokens=max_new_tokens),)))
-    if not items:
-        raise InputError(f"{file} has no prompt")
-    return items
+        return Item("prompts", number, 0, images, (Turn(text, (), max_new_tokens=max_new_tokens),))
+
+    return read_lines(folder / "prompts.jsonl", item, '{"prompt": "...", "images": ["a.png"]}')
 
 
 def tune(

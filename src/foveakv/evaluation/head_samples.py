@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from foveakv.embedded.samples import TELL
-from foveakv.errors import InputError
+from foveakv.evaluation.lines import read_lines
 from foveakv.evaluation.tasks.drawn import row
 from foveakv.head_scores import HeadSample, Target
 
 CARDS = 4
+EXAMPLE = '{"prompt": "...", "images": ["a.png"], "targets": [{"text": "EXIT", "image": 0}]}'
 
 
 def card_samples(count: int, seed: int = 0) -> list[HeadSample]:
@@ -33,22 +34,12 @@ def read_samples(folder: Path) -> list[HeadSample]:
 
     InputError: the file is missing or empty, or a line is damaged; the message has its number.
     """
-    file = folder / "samples.jsonl"
-    if not file.is_file():
-        raise InputError(f"{file} is missing: one line with prompt, images and targets per sample")
-    samples = []
-    for number, line in enumerate(file.read_text(encoding="utf8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-            targets = [
-                Target(str(each["text"]), int(each.get("image", 0)), tuple(each["box"]) if each.get("box") else None)
-                for each in entry.get("targets", [])
-            ]
-            samples.append(HeadSample(entry["prompt"], [folder / name for name in entry["images"]], targets))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{file}, line {number}: {type(error).__name__}: {error}") from error
-    if not samples:
-        raise InputError(f"{file} has no sample")
-    return samples
+
+    def sample(number: int, entry: dict[str, Any]) -> HeadSample:
+        targets = [
+            Target(str(each["text"]), int(each.get("image", 0)), tuple(each["box"]) if each.get("box") else None)
+            for each in entry.get("targets", [])
+        ]
+        return HeadSample(entry["prompt"], [folder / name for name in entry["images"]], targets)
+
+    return read_lines(folder / "samples.jsonl", sample, EXAMPLE)
