@@ -15,6 +15,8 @@ import cv2
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from foveakv.evaluation.cards import CHARACTERS, TILE, chart_column, chart_style, glyph_card
+
 SIZE, GRID = 112, 8
 SPLITS = ("train", "validation", "test")
 
@@ -149,6 +151,34 @@ def word_card(rng: np.random.Generator, word: str, font_files: list[Path]) -> Ca
     return Card(finish(rng, canvas, 0.7), word, cells)
 
 
+def print_tiles(font_files: list[Path]) -> np.ndarray:
+    """uint8 [34 characters, fonts, 48, 48]: capitals and digits of one height, each in the middle of its tile."""
+    tiles = np.zeros((len(CHARACTERS), len(font_files), TILE, TILE), np.uint8)
+    for number, file in enumerate(font_files):
+        box = ImageFont.truetype(str(file), 100).getbbox("H")
+        font = ImageFont.truetype(str(file), 100 * 0.68 * TILE / (box[3] - box[1]))
+        for row, character in enumerate(CHARACTERS):
+            left, top, right, bottom = font.getbbox(character)
+            tile = Image.new("L", (TILE, TILE))
+            place = ((TILE - right - left) / 2, (TILE - bottom - top) / 2)
+            ImageDraw.Draw(tile).text(place, character, fill=255, font=font)
+            tiles[row, number] = np.asarray(tile)
+    return tiles
+
+
+def print_card(rng: np.random.Generator, tiles: np.ndarray) -> Card:
+    """A printed character, half of the time a digit. No cells: what is ground is not marked."""
+    place = int(rng.integers(10 if rng.random() < 0.5 else len(CHARACTERS)))
+    return Card(np.asarray(glyph_card(rng, tiles[place])), CHARACTERS[place], np.full((GRID, GRID), -1, np.int8))
+
+
+def chart_card(rng: np.random.Generator, tiles: np.ndarray) -> Card:
+    """A column of a bar chart. No cells."""
+    value = int(rng.integers(10))
+    column = chart_column(value, chart_style(rng, tiles.shape[1]), tiles)
+    return Card(np.asarray(column), str(value), np.full((GRID, GRID), -1, np.int8))
+
+
 def captioned(root: Path) -> dict[str, list[Path]]:
     """Tux Paint's stamps: caption of one or two plain words -> pictures. Letters, signs and money are left out."""
     found: dict[str, list[Path]] = {}
@@ -196,6 +226,7 @@ def makers(sources: Path, split: str) -> dict[str, Callable[[np.random.Generator
     share = sources / "usr/share"
     glyphs = digit_splits(share / "doc/opencv-doc/examples/data/digits.png")[split]
     font_files = fonts([share / "fonts"], split)
+    tiles = print_tiles(font_files)
     pictures = captioned(share / "tuxpaint/stamps")
     captions, images = sorted(pictures), {f: load_picture(f) for files in pictures.values() for f in files}
 
@@ -210,4 +241,6 @@ def makers(sources: Path, split: str) -> dict[str, Callable[[np.random.Generator
         "number": lambda rng: digits_card(rng, glyphs, int(rng.integers(2, 4)), warp),
         "word": lambda rng: word_card(rng, WORDS[rng.integers(len(WORDS))], font_files),
         "picture": picture,
+        "print": lambda rng: print_card(rng, tiles),
+        "chart": lambda rng: chart_card(rng, tiles),
     }

@@ -20,8 +20,11 @@ from foveakv.embedded.convert import TextFile, vision_state
 from foveakv.embedded.network import image_features, skeleton
 
 LAYERS = (6, 9, 12)
-KINDS = ("digit", "number", "word", "picture")
-POOL = {"train": {"digit": 14000, "number": 10000, "word": 3000, "picture": 3000}, "validation": 200}
+KINDS = ("digit", "number", "word", "picture", "print", "chart")
+POOL = {
+    "train": {"digit": 14000, "number": 10000, "word": 3000, "picture": 3000, "print": 6000, "chart": 5000},
+    "validation": 200,
+}
 MEAN, STD = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
 
 

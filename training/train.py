@@ -30,7 +30,9 @@ from foveakv.embedded.network import Adapter
 
 RATES = {"projector": 3e-4, "low_rank": 6e-4}
 MIX = {"digit": 0.38, "number": 0.34, "word": 0.1, "picture": 0.18}
-READING_MIX = {"digit": 0.72, "number": 0.1, "word": 0.04, "picture": 0.06, "text": 0.08}
+READING_MIX = {
+    "digit": 0.46, "print": 0.2, "chart": 0.18, "number": 0.04, "word": 0.02, "picture": 0.04, "text": 0.06
+}  # fmt: skip
 LONGEST_STEP = 90.0  # seconds; a run that was suspended counts so many
 ALIGN = {"digit": 24, "number": 24, "word": 24, "picture": 12}  # further cards per step for the projector alone: cheap
 ALIGN_WEIGHT = 0.1
@@ -41,6 +43,8 @@ CHECKS = {  # name -> (kinds, images, sequences)
     "number4": ({"number": 1.0}, 4, 8),
     "word4": ({"word": 1.0}, 4, 8),
     "picture4": ({"picture": 1.0}, 4, 8),
+    "print4": ({"print": 1.0}, 4, 8),
+    "chart4": ({"chart": 1.0}, 4, 8),
 }
 
 

@@ -1,4 +1,5 @@
-"""Cards with a handwritten digit, drawn from glyphs that the embedded model's training never saw.
+"""Cards with handwriting, print, parts of charts and photographs, from glyphs that the embedded model's training never
+saw.
 
 All randomness comes from the generator that is passed in.
 """
@@ -6,14 +7,21 @@ All randomness comes from the generator that is passed in.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageFilter
 
 SIZE = 112  # pixels, both ways
-SHEET = Path(__file__).parents[1] / "data" / "digits.png"
+DATA = Path(__file__).parents[1] / "data"
 SPLITS = {"validation": slice(0, 50), "test": slice(50, 100)}
+CHARACTERS = "0123456789ABCDEFGHJKLMNPQRSTUVWXYZ"
+"""What is printed: digits, and capitals but I and O, which print too much alike."""
+TILE = 48
+"""Pixels of a printed character, both ways."""
+PHOTO = 192
+"""Pixels of a photograph, both ways."""
 _NAMES = """
 Alice Bob Carol David Emma Frank Grace Henry Ivan Julia Kevin Laura Mary Nancy Oliver Paul Rachel Sarah Tom Victor
 Adam Anna Ben Daniel George Helen Jack James Jane John Lily Mark Martin Max Michael Peter Robert Sam Simon Thomas
@@ -23,10 +31,33 @@ NAMES = _NAMES.split()
 
 @functools.cache
 def glyphs(split: str) -> np.ndarray:
-    """uint8 [10 digits, 50, 20, 20] of a split, "validation" or "test"."""
-    with Image.open(SHEET) as sheet:
-        pixels = np.asarray(sheet.convert("L"))
-    return pixels.reshape(10, 20, 100, 20).swapaxes(1, 2)[:, SPLITS[split]]
+    """Handwriting of a split, "validation" or "test": uint8 [10 digits, 50, 20, 20]."""
+    return _sheet("digits.png").reshape(10, 20, 100, 20).swapaxes(1, 2)[:, SPLITS[split]]
+
+
+@functools.cache
+def print_glyphs(split: str) -> np.ndarray:
+    """Print of a split, in fonts of that split alone: uint8 [34 characters, 8 fonts, 48, 48]."""
+    tiles = _sheet("print.png").reshape(len(CHARACTERS), TILE, 16, TILE).swapaxes(1, 2)
+    return tiles[:, :8] if split == "validation" else tiles[:, 8:]
+
+
+@functools.cache
+def _sheet(name: str, mode: str = "L") -> np.ndarray:
+    with Image.open(DATA / name) as sheet:
+        return np.asarray(sheet.convert(mode))
+
+
+def photograph(rng: np.random.Generator, split: str = "test") -> Image.Image:
+    """A square part of one of five photographs of a split, mirrored or not, [112, 112] RGB."""
+    row, column = int(split != "validation"), int(rng.integers(5))
+    photo = _sheet("photographs.jpg", "RGB")[PHOTO * row :, PHOTO * column :]
+    side = int(rng.integers(72, PHOTO + 1))
+    top, left = rng.integers(0, PHOTO - side + 1, 2)
+    part = photo[top : top + side, left : left + side]
+    if rng.random() < 0.5:
+        part = part[:, ::-1]
+    return Image.fromarray(part).resize((SIZE, SIZE), Image.Resampling.LANCZOS)
 
 
 def names(rng: np.random.Generator, count: int) -> list[str]:
@@ -35,16 +66,83 @@ def names(rng: np.random.Generator, count: int) -> list[str]:
 
 
 def digit_card(rng: np.random.Generator, digit: int, split: str = "test") -> Image.Image:
-    """One digit somewhere on a card, [112, 112] RGB: any size, colours that differ in lightness, blur and noise."""
+    """One handwritten digit somewhere on a card, [112, 112] RGB: any size, colours that differ in lightness, blur and
+    noise."""
+    return glyph_card(rng, glyphs(split)[digit])
+
+
+def print_card(rng: np.random.Generator, character: str, split: str = "test") -> Image.Image:
+    """The same with a printed character, a digit or a capital."""
+    return glyph_card(rng, print_glyphs(split)[CHARACTERS.index(character)])
+
+
+def glyph_card(rng: np.random.Generator, shapes: np.ndarray) -> Image.Image:
+    """One of the glyphs, uint8 [n, height, width], on a card."""
     ground, ink = _colours(rng)
     side = int(rng.integers(58, 106))
     top, left = rng.integers(0, SIZE - side + 1, 2)
-    shapes = glyphs(split)[digit]
-    shape = Image.fromarray(shapes[rng.integers(len(shapes))]).resize((side, side), Image.Resampling.BICUBIC)
-    cover = np.asarray(shape, float)[..., None] / 255
-    box = ground[top : top + side, left : left + side]
+    _stamp(ground, shapes[rng.integers(len(shapes))], ink, int(top), int(left), side)
+    return _camera(rng, ground)
+
+
+@dataclass(frozen=True)
+class ChartStyle:
+    """What the columns of one chart share. Colours in 0..1; font: which of the fonts; bar: its width, lines: distance
+    of the grid's lines in units of the value, 0 for none."""
+
+    ground: np.ndarray
+    bar_colour: np.ndarray
+    ink: np.ndarray
+    font: int
+    bar: int
+    lines: int
+
+
+def chart_style(rng: np.random.Generator, fonts: int = 8) -> ChartStyle:
+    """Any style: light or dark ground, a bar that stands out from it, labels in one of so many fonts."""
+    light = rng.random() < 0.7
+    ground = np.full(3, rng.uniform(0.88, 1.0) if light else rng.uniform(0.0, 0.15))
+    bar_colour = rng.uniform(0.1, 0.75, 3) if light else rng.uniform(0.35, 1.0, 3)
+    ink = np.full(3, rng.uniform(0.0, 0.2) if light else rng.uniform(0.85, 1.0))
+    return ChartStyle(
+        ground, bar_colour, ink, int(rng.integers(fonts)), int(rng.integers(34, 91)), int(rng.integers(4))
+    )
+
+
+def chart_column(value: int, style: ChartStyle, shapes: np.ndarray) -> Image.Image:
+    """One column of a bar chart, [112, 112] RGB: a bar from the axis up, its value, 0 to 9, printed above it.
+
+    shapes: printed glyphs, uint8 [characters, fonts, 48, 48], digits first. Side by side the columns of a style are the
+    whole chart; as a model with tiles sees a wide picture, each is a picture of its own.
+    """
+    canvas = np.broadcast_to(style.ground, (SIZE, SIZE, 3)).copy()
+    axis, unit = SIZE - 6, 4.5
+    for step in range(style.lines, 10, style.lines) if style.lines else ():
+        canvas[axis - round(unit * step)] += 0.15 * (style.ink - style.ground)
+    height = round(unit * value) + 2
+    left = (SIZE - style.bar) // 2
+    canvas[axis - height : axis, left : left + style.bar] = style.bar_colour
+    canvas[axis : axis + 2] = style.ink
+    side = 66
+    top = max(0, axis - height - side + 6)  # glyphs have an empty rim
+    _stamp(canvas, shapes[value, style.font], style.ink, top, (SIZE - side) // 2, side)
+    return _image(canvas)
+
+
+def _stamp(canvas: np.ndarray, shape: np.ndarray, ink: np.ndarray, top: int, left: int, side: int) -> None:
+    """A glyph in ink onto a square of the canvas."""
+    cover = np.asarray(Image.fromarray(shape).resize((side, side), Image.Resampling.BICUBIC), float)[..., None] / 255
+    box = canvas[top : top + side, left : left + side]
     box += cover * (ink - box)
-    card = Image.fromarray((ground.clip(0, 1) * 255).round().astype(np.uint8))
+
+
+def _image(canvas: np.ndarray) -> Image.Image:
+    return Image.fromarray((canvas.clip(0, 1) * 255).round().astype(np.uint8))
+
+
+def _camera(rng: np.random.Generator, canvas: np.ndarray) -> Image.Image:
+    """Blur and noise as a cheap camera would."""
+    card = _image(canvas)
     if rng.random() < 0.4:
         card = card.filter(ImageFilter.GaussianBlur(rng.uniform(0.3, 1.4)))
     if rng.random() < 0.4:

@@ -7,15 +7,13 @@ import functools
 import numpy as np
 from PIL.Image import Image
 
-from foveakv.embedded.samples import TELL
 from foveakv.evaluation.items import Task, Turn, register
-from foveakv.evaluation.tasks.drawn import row, told
+from foveakv.evaluation.tasks.drawn import ask_one, row
 
 
 def make(rng: np.random.Generator, count: int, split: str) -> tuple[tuple[Image, ...], tuple[Turn, ...]]:
-    pictures, names, digits, shown = row(rng, count, split)
-    place = int(rng.integers(count))
-    return pictures, (Turn(shown + TELL.format(names[place]), (told(names[place], digits[place]),)),)
+    pictures, names, digits, _ = row(rng, count, split)
+    return pictures, (ask_one(names, digits, int(rng.integers(count))),)
 
 
 def register_all(split: str, mark: str) -> None:

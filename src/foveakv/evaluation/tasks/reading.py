@@ -1,4 +1,4 @@
-"""Attention moves over the pictures while decoding: a grid read out, and the story of a long row."""
+"""Attention moves over the pictures while decoding: a row or a grid read out, and the story of a long row."""
 
 from __future__ import annotations
 
@@ -11,23 +11,27 @@ from foveakv.embedded.samples import ALL_CARDS, STORY
 from foveakv.evaluation.items import Task, Turn, register
 from foveakv.evaluation.tasks.drawn import row, told
 
-GRID, ROW = 9, 16
+SHORT, GRID, LONG = 6, 9, 16
 
 
-def make_grid(rng: np.random.Generator, split: str) -> tuple[tuple[Image, ...], tuple[Turn, ...]]:
-    """A grid of 3 x 3 tiles, each a picture, read out row by row."""
-    pictures, _, digits, shown = row(rng, GRID, split)
-    return pictures, (Turn(shown + ALL_CARDS, tuple(digits), ", ", ordered=True, max_new_tokens=4 * GRID),)
+def make_list(rng: np.random.Generator, count: int, split: str) -> tuple[tuple[Image, ...], tuple[Turn, ...]]:
+    """All digits in order; a grid is read row by row, each of its tiles a picture."""
+    pictures, _, digits, shown = row(rng, count, split)
+    return pictures, (Turn(shown + ALL_CARDS, tuple(digits), ", ", ordered=True, max_new_tokens=4 * count),)
 
 
 def make_story(rng: np.random.Generator, split: str) -> tuple[tuple[Image, ...], tuple[Turn, ...]]:
     """Every card of a long row with its name, over a hundred tokens."""
-    pictures, names, digits, shown = row(rng, ROW, split)
+    pictures, names, digits, shown = row(rng, LONG, split)
     facts = tuple(told(name, digit) for name, digit in zip(names, digits, strict=True))
-    return pictures, (Turn(shown + STORY, facts, max_new_tokens=10 * ROW),)
+    return pictures, (Turn(shown + STORY, facts, max_new_tokens=10 * LONG),)
 
 
 def register_all(split: str, mark: str) -> None:
-    register(Task(f"reading{mark}", "a 3 x 3 grid read out", functools.partial(make_grid, split=split)))
+    for name, count, title in (
+        ("row", SHORT, f"a row of {SHORT} read out"),
+        ("reading", GRID, "a 3 x 3 grid read out"),
+    ):
+        register(Task(f"{name}{mark}", title, functools.partial(make_list, count=count, split=split)))
     story = functools.partial(make_story, split=split)
-    register(Task(f"story{mark}", f"{ROW} cards told one after the other", story, long=True))
+    register(Task(f"story{mark}", f"{LONG} cards told one after the other", story, long=True))
