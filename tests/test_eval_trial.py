@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from dataclasses import dataclass
@@ -19,7 +20,16 @@ from foveakv.errors import InputError, UnsupportedModeError
 from foveakv.evaluation import items
 from foveakv.evaluation.agreement import Agreement, add
 from foveakv.evaluation.bundle import fits
-from foveakv.evaluation.cards import digit_card, glyphs
+from foveakv.evaluation.cards import (
+    CHARACTERS,
+    TILE,
+    chart_column,
+    chart_style,
+    digit_card,
+    glyphs,
+    photograph,
+    print_glyphs,
+)
 from foveakv.evaluation.grading import grade
 from foveakv.evaluation.items import Item, Turn
 from foveakv.evaluation.replay import read, record, replay
@@ -328,3 +338,27 @@ def test_handwriting_of_the_splits_differs() -> None:
     card = digit_card(np.random.default_rng(0), 7)
     assert card.size == (112, 112)
     assert np.asarray(card).std() > 5
+
+
+def test_print_and_photographs_of_the_splits_differ() -> None:
+    test, validation = print_glyphs("test"), print_glyphs("validation")
+    assert test.shape == validation.shape == (len(CHARACTERS), 8, TILE, TILE)
+    assert all(shape.max() > 200 for sheet in (test, validation) for shape in sheet.reshape(-1, TILE, TILE))
+    assert not any(np.array_equal(a, b) for a in test[0] for b in validation[0])
+    one, other = (np.asarray(photograph(np.random.default_rng(3), split)) for split in ("test", "validation"))
+    assert one.shape == other.shape == (112, 112, 3)
+    assert not np.array_equal(one, other)
+
+
+def test_a_higher_value_has_a_higher_bar() -> None:
+    style = dataclasses.replace(chart_style(np.random.default_rng(0)), lines=0, bar_colour=np.array([1.0, 0.0, 0.0]))
+    columns = [np.asarray(chart_column(value, style, print_glyphs("test"))) for value in range(10)]
+    bars = [int((column == [255, 0, 0]).all(-1).sum()) for column in columns]
+    assert bars == sorted(set(bars))
+
+
+def test_photographs_are_never_asked_for() -> None:
+    for number in range(20):
+        item = items.find("photos").item(number)
+        assert len(item.images) == 16
+        assert item.turns[0].facts[0][-1].isdigit()
