@@ -39,7 +39,8 @@ def glyphs(split: str) -> np.ndarray:
 def print_glyphs(split: str) -> np.ndarray:
     """Print of a split, in fonts of that split alone: uint8 [34 characters, 8 fonts, 48, 48]."""
     tiles = _sheet("print.png").reshape(len(CHARACTERS), TILE, 16, TILE).swapaxes(1, 2)
-    return tiles[:, :8] if split == "validation" else tiles[:, 8:]
+    first = 8 * list(SPLITS).index(split)
+    return tiles[:, first : first + 8]
 
 
 @functools.cache
@@ -50,7 +51,7 @@ def _sheet(name: str, mode: str = "L") -> np.ndarray:
 
 def photograph(rng: np.random.Generator, split: str = "test") -> Image.Image:
     """A square part of one of five photographs of a split, mirrored or not, [112, 112] RGB."""
-    row, column = int(split != "validation"), int(rng.integers(5))
+    row, column = list(SPLITS).index(split), int(rng.integers(5))
     photo = _sheet("photographs.jpg", "RGB")[PHOTO * row :, PHOTO * column :]
     side = int(rng.integers(72, PHOTO + 1))
     top, left = rng.integers(0, PHOTO - side + 1, 2)
