@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from foveakv.errors import InputError
-from foveakv.evaluation.bootstrap import Interval, interval, paired, relative
+from foveakv.evaluation import strata
+from foveakv.evaluation.bootstrap import Interval, interval, paired
 
 
 def test_two_items_by_hand() -> None:
@@ -70,6 +71,9 @@ def test_pairs_are_matched_by_key() -> None:
 
 
 def test_relative() -> None:
+    def relative(a: dict[int, float], b: dict[int, float]) -> Interval:
+        return strata.mean([strata.common([a, b])], strata.relative)
+
     items = {number: 1.0 + number % 3 for number in range(60)}
     less = {number: 0.9 * value for number, value in items.items()}
     found = relative(less, items)

@@ -245,6 +245,22 @@ def test_a_method_that_does_not_apply_neither_fails_nor_is_missing() -> None:
     assert "and 20 where" in dict(headline.facts(summary, []))["results"]
 
 
+def test_a_run_of_several_makes_says_so() -> None:
+    summary = run(*scores("full", *[1.0] * 20), *scores("a 0.1", *[1.0] * 20), items=20)
+
+    def start(torch: str, folder: str) -> dict[str, Any]:
+        machine = {"versions": {"torch": torch, "ray": "2.0"}, "model": {"name": folder, "dtype": "float32"}}
+        return {"machines": [machine]}
+
+    same = [start("2.13.0", "/here/demo-1"), start("2.13.0", "/there/demo-1")]
+    assert not any("made differently" in line for line in headline.warnings(summary, same))
+    found = headline.warnings(summary, [*same, start("2.14.0", "/here/demo-2")])
+    assert found[0] == (
+        "Parts of this run were made differently: torch was 2.13.0 and 2.14.0; the model was demo-1 and demo-2. "
+        "Their figures may not compare."
+    )
+
+
 def test_failures_are_grouped_by_their_text() -> None:
     summary = run(
         *scores("full", 1.0), result("a 0.1", 0, None, error="x"), result("a 0.1", 1, None, error="y"),

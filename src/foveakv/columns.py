@@ -1,6 +1,8 @@
-"""The order of a prompt's columns, where padding stands between or before real ones."""
+"""Sums over a prompt's columns, and their order where padding stands between or before real ones."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -22,3 +24,16 @@ def from_end(real: Tensor) -> Tensor:
 def newest(real: Tensor, counts: Tensor) -> Tensor:
     """The last counts[b] real columns of each sequence: real bool [B, C], counts int64 [B] -> bool [B, C]."""
     return real & (from_end(real) <= counts[:, None])
+
+
+def held_share(positions: Iterable[Tensor], columns: int) -> tuple[Tensor, int]:
+    """For every prompt column the share of heads that hold it, float32 [C], and how many heads there are.
+
+    positions: integers [heads, M] each; -1, and what lies behind the prompt, counts for no column.
+    """
+    counts, heads = torch.zeros(columns + 1), 0
+    for held in positions:
+        heads += len(held)
+        inside = (held >= 0) & (held < columns)
+        counts += torch.where(inside, held, columns).flatten().bincount(minlength=columns + 1)
+    return counts[:columns] / max(heads, 1), heads

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from foveakv import compat, environment
 from foveakv.cache import layer_nbytes
+from foveakv.columns import held_share
 from foveakv.errors import FoveaKVError, InputError, MethodError
 from foveakv.methods import Method, find, get
 from foveakv.methods.full import Full
@@ -233,14 +234,8 @@ def agreement(reference: Sequence[int], answer: Sequence[int]) -> tuple[float, f
 
 def kept_share(cache: CompressedCache, sequence: int = 0) -> Tensor:
     """[C] float: for every prompt column, the share of (layer, KV head) pairs whose stored slots hold it now."""
-    columns = cache.prompt_columns
-    counts, heads = torch.zeros(columns + 1), 0
-    for layer in cache.compressed:
-        positions = cache.kept(layer.layer_idx)[sequence].cpu()  # [H, M]
-        heads += len(positions)
-        inside = (positions >= 0) & (positions < columns)
-        counts += torch.where(inside, positions, columns).flatten().bincount(minlength=columns + 1)
-    return counts[:columns] / max(heads, 1)
+    held = (cache.kept(layer.layer_idx)[sequence].cpu() for layer in cache.compressed)
+    return held_share(held, cache.prompt_columns)[0]
 
 
 def storage_nbytes(cache: Any) -> int:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from foveakv.errors import InputError, MethodError
+from foveakv.files import replacing, write_text
 from foveakv.methods.base import DecodeView, Method, PrefillView
 
 if TYPE_CHECKING:
@@ -183,9 +184,10 @@ def save_head_scores(scores: Tensor, path: str | Path) -> None:
     if path.suffix == ".safetensors":
         from safetensors.torch import save_file
 
-        save_file({"scores": scores.contiguous()}, path)
+        with replacing(path) as temporary:
+            save_file({"scores": scores.contiguous()}, temporary)
     elif path.suffix == ".json":
-        path.write_text(json.dumps({"scores": scores.tolist()}) + "\n", encoding="utf8")
+        write_text(path, json.dumps({"scores": scores.tolist()}) + "\n")
     else:
         raise MethodError(f"head scores are saved as .json or .safetensors, not as {path.name!r}")
 

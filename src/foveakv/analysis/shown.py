@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foveakv.analysis.passes import check, run
+from foveakv.columns import held_share
 from foveakv.errors import InputError, MethodError
 from foveakv.methods import Method
 from foveakv.prompt import PromptMap
@@ -133,14 +134,9 @@ def _pairs(cache: CompressedCache, layers: Sequence[int], head: int | None) -> d
 
 def _share(cache: CompressedCache, positions: Mapping[int, Tensor], pairs: Mapping[int, Tensor], label: str) -> Share:
     """positions: layer -> [1, H, M], -1 = none."""
-    columns = cache.prompt_columns
-    counts, heads = torch.zeros(columns + 1), 0
-    for number, wanted in pairs.items():
-        held = positions[number][0].cpu()[wanted]
-        heads += len(held)
-        inside = (held >= 0) & (held < columns)
-        counts += torch.where(inside, held, columns).flatten().bincount(minlength=columns + 1)
-    return Share(label, heads, counts[:columns] / max(heads, 1))
+    held = (positions[number][0].cpu()[wanted] for number, wanted in pairs.items())
+    share, heads = held_share(held, cache.prompt_columns)
+    return Share(label, heads, share)
 
 
 def _steps(cache: CompressedCache, pairs: Mapping[int, Tensor]) -> list[Share]:

@@ -11,6 +11,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from foveakv import files
 from foveakv.cli import common, prompts
 from foveakv.cli.common import DebugOption, DeviceOption, DtypeOption, ImagesOption, ModelOption, TrustOption
 from foveakv.cli.prompts import (
@@ -261,13 +262,13 @@ def _write(result: Any, model: Any, json: Path | None, csv: Path | None, plot: P
     from foveakv import environment
 
     if json is not None:
-        common.write_json(json, {**result.to_dict(), "environment": environment.describe(model)})
+        files.write_json(json, {**result.to_dict(), "environment": environment.describe(model)})
     if csv is not None:
         prompts.write_csv(csv, result.rows())
     if plot is not None:
         from foveakv import analysis_plots
 
-        with common.replacing(plot) as temporary:
+        with files.replacing(plot) as temporary:
             getattr(analysis_plots, drawing)(temporary, result)
     for path in (json, csv, plot):
         if path is not None:

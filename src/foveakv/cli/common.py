@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
@@ -121,22 +119,3 @@ def check_output_files(*paths: Path | None) -> None:
             raise InputError(f"cannot make the folder for {path}: {error}") from error
         if not os.access(path.parent, os.W_OK):
             raise InputError(f"cannot write to the folder of {path}")
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file beside `path` that takes its place at the end of the block, or vanishes with an error."""
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
-    os.close(descriptor)
-    temporary = Path(name)
-    try:
-        yield temporary
-        temporary.chmod(0o644)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def write_json(path: Path, data: Any) -> None:
-    with replacing(path) as temporary:
-        temporary.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf8")

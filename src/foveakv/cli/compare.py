@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
+from foveakv import files
 from foveakv.cli import common
 from foveakv.cli.common import (
     DebugOption,
@@ -141,17 +142,17 @@ def _print(result: Comparison, task: _Task) -> None:
 
 def _write(result: Comparison, task: _Task, json: Path | None, plot: Path | None, kept_png: Path | None) -> None:
     if json is not None:
-        common.write_json(json, {"question": task.question, "expected": task.expected, **result.to_dict()})
+        files.write_json(json, {"question": task.question, "expected": task.expected, **result.to_dict()})
     if plot is not None:
         from foveakv.viz import draw_comparison
 
-        with common.replacing(plot) as temporary:
+        with files.replacing(plot) as temporary:
             draw_comparison(temporary, result)
     if kept_png is not None:
         from foveakv.viz import draw_kept
 
         title = task.question + ("" if task.expected is None else f"   (expected: {task.expected})")
-        with common.replacing(kept_png) as temporary:
+        with files.replacing(kept_png) as temporary:
             draw_kept(temporary, task.pictures, result, captions=task.captions, title=title)
     for path in (json, plot, kept_png):
         if path is not None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from foveakv import files
 from foveakv.cli import common
 from foveakv.cli.common import (
     DebugOption,
@@ -90,5 +91,5 @@ def generate(
             "report": report.to_dict(),
             "environment": environment.describe(loaded.model),
         }
-        common.write_json(json, result)
+        files.write_json(json, result)
         common.messages().print(f"wrote {json}", highlight=False)

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from foveakv import files
 from foveakv.cli import common
 from foveakv.errors import InputError
 
@@ -124,5 +125,5 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    with common.replacing(path) as temporary:
+    with files.replacing(path) as temporary:
         temporary.write_text(text.getvalue(), encoding="utf8")

@@ -10,6 +10,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from foveakv import files
 from foveakv.cli import common, prompts
 from foveakv.cli.common import (
     DebugOption,
@@ -94,7 +95,7 @@ def show(
     _print(result, images, tokenizer.decode(list(result.tokens), skip_special_tokens=True), task)
     if json is not None:
         data = {"question": task.question, "images": list(task.captions), **result.to_dict(images)}
-        common.write_json(json, {**data, "environment": environment.describe(loaded.model)})
+        files.write_json(json, {**data, "environment": environment.describe(loaded.model)})
     if csv is not None:
         prompts.write_csv(csv, result.table_rows(images))
     _draw(result, task, texts, out, filmstrip, frames)
@@ -126,10 +127,10 @@ def _draw(
 
     title = f"{result.settings['method']}: {task.question}"
     if out is not None:
-        with common.replacing(out) as temporary:
+        with files.replacing(out) as temporary:
             draw_rows(temporary, task.pictures, result, captions=task.captions, title=title)
     if filmstrip is not None:
-        with common.replacing(filmstrip) as temporary:
+        with files.replacing(filmstrip) as temporary:
             draw_filmstrip(
                 temporary, task.pictures, result, captions=task.captions, title=title, texts=texts, frames=frames
             )

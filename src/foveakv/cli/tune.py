@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
+from foveakv import files
 from foveakv.cli import common
 from foveakv.cli.common import DebugOption, DeviceOption, DtypeOption, ModelOption, TrustOption
 
@@ -61,7 +62,7 @@ def tune(
         )  # fmt: skip
     _print(found, len(prompts), FEW)
     if json is not None:
-        common.write_json(json, _plain(found, model, max_loss, len(prompts)))
+        files.write_json(json, _plain(found, model, max_loss, len(prompts)))
         common.messages().print(f"wrote {json}", highlight=False)
 
 

@@ -42,8 +42,7 @@ def visual_heads(
     loaded = common.load_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     with common.messages().status("answering the samples"):
         scores = visual_head_scores(loaded.model, loaded.processor, samples, max_new_tokens=max_new_tokens)
-    with common.replacing(out) as temporary:
-        save_head_scores(scores, temporary)
+    save_head_scores(scores, out)
     best = scores.flatten().argsort(descending=True)[:5].tolist()
     heads = ", ".join(f"layer {each // scores.shape[1]} head {each % scores.shape[1]}" for each in best)
     console = common.output()

@@ -1,4 +1,4 @@
-"""Bootstrap intervals over items: of a mean, of a difference and of a ratio on the same items.
+"""Bootstrap intervals over items: of a mean, and of a difference on the same items.
 
 Percentile bootstrap (Efron 1979): items are drawn with replacement as often as there are items, and the interval runs
 between the quantiles of the draws' statistics. It is a little narrow where items are few or nearly all equal: with 50
@@ -60,21 +60,6 @@ def paired(
 ) -> Interval:
     """Of the mean of a - b over the items that both have; `n` says how many these are."""
     return _percentile(_common(a, b), lambda means: means[..., 0] - means[..., 1], level, draws, seed)
-
-
-def relative(
-    a: Mapping[K, float], b: Mapping[K, float], level: float = 0.95, draws: int = 2000, seed: int = 0
-) -> Interval:
-    """Of mean(a) / mean(b) - 1 over the items that both have: -0.05 says that a is 5% below b.
-
-    NaN where b's mean is 0. The same items are drawn for a and b; draws in which b's mean is 0 are left out.
-    """
-
-    def ratio(means: Floats) -> Floats:
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return np.where(means[..., 1] == 0, np.nan, means[..., 0] / means[..., 1] - 1)
-
-    return _percentile(_common(a, b), ratio, level, draws, seed)
 
 
 def _common(a: Mapping[K, float], b: Mapping[K, float]) -> Floats:

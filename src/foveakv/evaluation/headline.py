@@ -52,9 +52,15 @@ def facts(summary: Summary, starts: list[dict[str, Any]]) -> list[tuple[str, str
     return found
 
 
-def warnings(summary: Summary) -> list[str]:
-    """What makes the figures weaker than they look. Empty for a complete run on good tasks."""
+def warnings(summary: Summary, starts: list[dict[str, Any]] | None = None) -> list[str]:
+    """What makes the figures weaker than they look. Empty for a complete run on good tasks.
+
+    starts: as for `facts`.
+    """
     found = []
+    mixed = _mixed([machine for start in starts or [] for machine in start.get("machines", [])])
+    if mixed:
+        found.append(f"Parts of this run were made differently: {'; '.join(mixed)}. Their figures may not compare.")
     cells = summary.cells.values()
     short = [cell for cell in cells if not cell.complete]
     if short:
@@ -90,8 +96,7 @@ def rules() -> list[str]:
         "tokens of all items; 0 is equal.",
         "Stored and peak bytes: storage on the compute device as a share of a full cache's for the same tokens. Time "
         "per token: median, over the items on which it was measured, of the time of a decoding step over the full "
-        "cache's on the same item. Times are noisy where other work runs on the machine, and those of the host alone "
-        "where the model is on an accelerator.",
+        "cache's on the same item. Times are noisy where other work runs on the machine.",
         "Results with an error count nowhere but under Failures. An interval needs at least two items.",
     ]
 
@@ -114,6 +119,22 @@ def _machine(machine: dict[str, Any]) -> str:
     text = ", ".join(str(part) for part in parts if part)
     threads = machine.get("threads")
     return text + (f", {threads} {'thread' if threads == 1 else 'threads'}" if threads else "")
+
+
+def _mixed(machines: list[dict[str, Any]]) -> list[str]:
+    """What changed between the machines and starts of one run, in words: versions, and the model itself."""
+    found = []
+    for name in _SHOWN:
+        versions = dict.fromkeys((machine.get("versions") or {}).get(name) for machine in machines)
+        if len(versions) > 1:
+            found.append(f"{name} was {' and '.join(map(str, versions))}")
+    # Folders differ between machines; the last part of a name holds what tells models apart.
+    models = [machine["model"] for machine in machines if isinstance(machine.get("model"), dict)]
+    for name, what in (("name", "the model"), ("revision", "the model's revision"), ("dtype", "the dtype")):
+        values = dict.fromkeys(str(model.get(name)).rpartition("/")[2] for model in models)
+        if len(values) > 1:
+            found.append(f"{what} was {' and '.join(values)}")
+    return found
 
 
 def _versions(machine: dict[str, Any]) -> str:

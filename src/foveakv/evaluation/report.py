@@ -44,7 +44,7 @@ class Report:
     def __init__(self, name: str, summary: Summary, starts: list[dict[str, object]] | None = None) -> None:
         self.name, self.summary = name, summary
         self.facts = headline.facts(summary, starts or [])
-        self.warnings = headline.warnings(summary)
+        self.warnings = headline.warnings(summary, starts)
         methods = {c.series: c.method for c in summary.candidates}
         self.looks = plots.looks(summary.series, methods)
 

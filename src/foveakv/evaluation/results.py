@@ -57,9 +57,9 @@ class Result:
     context: tokens of the first prompt. stored_bytes: storage on the compute device at the end of the first reply;
     full_bytes: a plain cache's for the same tokens; host_bytes: in the backing store; peak_bytes: the most until then.
     evicted, retrieved, hits: slots until then. token_seconds: median of the first
-    decode steps over the full cache's reply, the method alone, on the host's clock without waiting for an accelerator
-    (None: not measured on this item); prefill_seconds: the method's own work after the prompt (with the model's where
-    it reads the prompt for itself).
+    decode steps over the full cache's reply, the method alone, an accelerator waited for (None: not measured on this
+    item); prefill_seconds: the method's own work after the prompt (with the model's where it reads the prompt for
+    itself), on the host's clock without waiting.
     details: what the method says about itself (HybridKV: `static_heads`, layers x heads of 0 and 1).
     """
 

@@ -23,6 +23,7 @@ from typing import IO, Any
 
 from filelock import FileLock, Timeout
 
+from foveakv import files
 from foveakv.errors import InputError, StoreError
 from foveakv.evaluation.plan import Key, Plan
 from foveakv.evaluation.results import Result
@@ -182,23 +183,16 @@ def _read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def _write_json(path: Path, data: Any) -> None:
-    write_whole(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
-
-
 def write_whole(path: Path, text: str) -> None:
     """The old file or the new one, whatever happens. StoreError: it cannot be written."""
-    temporary = path.with_name(f".{path.name}.new")
     try:
-        with temporary.open("w", encoding="utf8", errors="backslashreplace") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        files.write_text(path, text)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
         raise StoreError(f"cannot write {path}: {error}") from error
+
+
+def _write_json(path: Path, data: Any) -> None:
+    write_whole(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
 
 
 def _command() -> str:

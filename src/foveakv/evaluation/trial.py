@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from foveakv.cache import CompressedCache
-from foveakv.compare import Candidate
+from foveakv.compare import Candidate, StepClock
 from foveakv.errors import UnsupportedModeError
 from foveakv.evaluation.agreement import Agreement, add
 from foveakv.evaluation.grading import grade
@@ -261,10 +261,12 @@ class _Prompt:
         Methods step in turns, so that a busy moment of the machine does not hit one of them alone.
         """
         caches = [self.begin(method)[0] for method in methods]
+        clocks = [StepClock(self.bench.loaded.model) for _ in methods]
         for token in reply[: min(TIMED, len(reply) - 1)]:
-            for cache in caches:
-                self.speaker.feed(cache, [token])
-        return [median(seconds for _, seconds in cache.steps) if cache.steps else None for cache in caches]
+            for cache, clock in zip(caches, clocks, strict=True):
+                with clock:
+                    self.speaker.feed(cache, [token])
+        return [median(clock.seconds) if clock.seconds else None for clock in clocks]
 
 
 def _each(items: Sequence[Any], work: Callable[[Sequence[int]], list[T]]) -> list[T | Exception]:

@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from foveakv import files
 from foveakv.errors import InputError
 
 _CELL = re.compile(r"<!-- ours (\S+) (\S+) -->[^|\n]*")
@@ -89,7 +90,7 @@ def main(words: list[str] | None = None) -> int:
         text, filled, missing = fill(options.page.read_text(encoding="utf8"), options.results)
     except InputError as error:
         parser.error(str(error))
-    options.page.write_text(text, encoding="utf8")
+    files.write_text(options.page, text)
     print(f"{filled} cells filled, {len(missing)} without results")
     for mark in missing:
         print(f"  {mark}")

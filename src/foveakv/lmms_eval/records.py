@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from foveakv import files
 from foveakv.report import Report
 
 _BYTES = ("stored_bytes", "full_bytes", "peak_bytes", "host_bytes")
@@ -54,4 +55,4 @@ class Records:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {**self.head, "means": self.means(), "batches": self.batches}
-        path.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf8")
+        files.write_text(path, json.dumps(content, indent=1, default=str) + "\n")

@@ -514,9 +514,6 @@ class Segments:
         if padded is not None:
             self.set_field(name, padded)
 
-    def has_field(self, name: str) -> bool:
-        return name in self._fields
-
     def field(self, name: str) -> Tensor:
         """[B, H, M] padded copy; 0 beyond a run's length."""
         return self._padded(self._field(name), 0)
