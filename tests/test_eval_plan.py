@@ -102,3 +102,17 @@ def test_conflicts_name_what_differs() -> None:
     assert replace(plan, entries=other).conflicts(plan) == ["'snapkv 0.1' had window=32 and now has 8"]
     other = tuple(replace(e, method="h2o") if e.label == "snapkv 0.1" else e for e in plan.entries)
     assert replace(plan, entries=other).conflicts(plan) == ["'snapkv 0.1' was snapkv and is now h2o"]
+
+
+def test_a_file_among_the_settings_may_not_change(tmp_path: Path) -> None:
+    path = tmp_path / "scores.json"
+
+    def plan(scores: list[list[float]]) -> Plan:
+        path.write_text(json.dumps({"scores": scores}))
+        return Plan.of(["fake-a"], [Candidate("x", methods.get("sparsemm", head_scores=str(path)))], 1)
+
+    old = plan([[1.0, 0.0]])
+    assert plan([[1.0, 0.0]]).conflicts(old) == []
+    assert plan([[0.0, 1.0]]).conflicts(old) == [
+        "'x' depends on a file that has changed: its own, or one that its settings name"
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import families
@@ -35,7 +35,7 @@ from foveakv.evaluation.items import Item, Turn
 from foveakv.evaluation.replay import read, record, replay
 from foveakv.evaluation.results import Result
 from foveakv.evaluation.speaking import Speaker
-from foveakv.evaluation.trial import Bench, _Prompt
+from foveakv.evaluation.trial import Bench, _drawn, _Prompt
 from foveakv.methods import Method
 from foveakv.methods.hae import HAE
 from foveakv.models import Loaded
@@ -129,6 +129,7 @@ def test_full_agrees_with_itself_and_random_does_not(loaded: Loaded, item: Item)
     assert (snapkv.stored_bytes or 0) < (full.stored_bytes or 0)
     assert snapkv.details is None
     assert random.budget == 0.2
+    assert (random.kl or 0) > 0
     assert Result.from_dict(snapkv.to_dict()) == snapkv
 
 
@@ -190,6 +191,36 @@ class Fails(Method):
 
     def prefill(self, view: Any) -> None:
         raise ZeroDivisionError("a bug")
+
+
+@dataclass
+class Babbles(Method):
+    """Says something about itself that no file can hold."""
+
+    name: ClassVar[str] = "babbles"
+
+    def prefill(self, view: Any) -> None:
+        return None
+
+    def summary(self, cache: Any) -> dict[str, Any]:
+        return {"scores": torch.zeros(2)}
+
+
+def test_what_cannot_be_written_down_is_an_error_of_its_method(loaded: Loaded, item: Item) -> None:
+    first, second = Bench(loaded).run(item, [Candidate("babbles", Babbles()), *candidates(["full"])])
+    assert "TypeError: Object of type Tensor is not JSON serializable" in (first.error or "")
+    assert second.error is None
+
+
+def test_random_tokens_are_others_for_every_item(loaded: Loaded, item: Item) -> None:
+    """Else one lucky draw would be in all items, and in no interval."""
+    method = candidates(["random"], [0.2])[0].method
+    draws = [_drawn(method, Item(task, n, 0, (), ())) for task, n in (("a", 0), ("a", 1), ("b", 0), ("a", 0))]
+    assert draws[0] == draws[3]
+    assert len({each.seed for each in draws}) == 3
+    assert _drawn(replace(method, seed=1), item) != _drawn(method, item)
+    (result,) = Bench(loaded).run(item, [Candidate("random", method)])
+    assert result.settings["seed"] == 0
 
 
 def test_an_error_of_one_method_stops_no_other(loaded: Loaded, item: Item) -> None:

@@ -246,9 +246,19 @@ def test_dropped_hidden_states(family):
 
 
 def test_dropped_hidden_states_change_later_layers_only(model, inputs):
-    shallow = matrix.compressed(model, matrix.method("hae"), inputs)
-    deep = matrix.compressed(model, matrix.method("hae", drop_hidden_states=True), inputs)
-    assert torch.equal(shallow.session.kept(0), deep.session.kept(0)) or shallow.tokens.ne(deep.tokens).any()
+    shallow, deep = (
+        matrix.compressed(
+            model, matrix.method("hae", ddes=False, budget=None, drop_hidden_states=drop), inputs, max_new_tokens=1
+        )
+        for drop in (False, True)
+    )
+    same = [
+        torch.equal(one.segments.gather()[0], other.segments.gather()[0])
+        for one, other in zip(shallow.cache.compressed, deep.cache.compressed, strict=True)
+    ]
+    assert same == [True, True] + [False] * (len(same) - 2)  # the second layer reads what the first has computed
+    assert len(same) > 2
+    assert torch.equal(shallow.session.kept(1), deep.session.kept(1))
     assert shallow.cache.state["hae"]["evicted_visual"] == deep.cache.state["hae"]["evicted_visual"]
     assert (shallow.logits[0][:, -1] - deep.logits[0][:, -1]).abs().max() > 1e-3
 

@@ -154,7 +154,17 @@ def test_beams_and_chunks(how: str) -> None:
     for one, other in zip(whole.cache.compressed, chunked.cache.compressed, strict=True):
         for a, b in zip(one.segments.gather(), other.segments.gather(), strict=True):
             assert torch.allclose(a, b, atol=1e-9)
-    matrix.compressed(model, LookM(budget=0.4, merge=how), inputs, num_beams=3)
+    beams = matrix.compressed(model, LookM(budget=0.4, merge=how), inputs, num_beams=3)
+    columns = whole.cache.prompt_columns
+    for one, other in zip(whole.cache.compressed, beams.cache.compressed, strict=True):
+        layer = one.layer_idx
+        alone, held = whole.cache.kept(layer), beams.cache.kept(layer)
+        for row in range(len(held)):
+            for head in range(held.shape[1]):
+                mine, theirs = held[row, head], alone[row // 3, head]
+                mine, theirs = ((at >= 0) & (at < columns) for at in (mine, theirs))
+                for a, b in zip(other.segments.gather(), one.segments.gather(), strict=True):
+                    assert torch.allclose(a[row, head, : len(mine)][mine], b[row // 3, head, : len(theirs)][theirs])
 
 
 def test_the_second_copy_counts_in_the_peak(setting: tuple[Any, dict[str, Any], Tensor, Any]) -> None:

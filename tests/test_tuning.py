@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,8 @@ PROMPTS = [Item("prompts", n, 0, (), (Turn("?", ()),)) for n in range(4)]
 class Fake:
     """A bench whose loss depends on the budget (and, for one method, on the prompt)."""
 
-    def __init__(self, losses: dict[float, list[float]], fails: float | None = None) -> None:
-        self.losses, self.fails = losses, fails
+    def __init__(self, losses: dict[float, list[float]], fails: float | None = None, scored: int = 1000) -> None:
+        self.losses, self.fails, self.scored = losses, fails, scored
 
     def run(self, item: Item, candidates: Sequence[Any]) -> Iterator[Result]:
         for candidate in candidates:
@@ -34,7 +36,9 @@ class Fake:
                 yield Result(*who, error="MethodError: no room")
                 continue
             equal = 1 - self.losses[budget][item.number]
-            yield Result(*who, equal=equal, scored=10, stored_bytes=int(1000 * budget), full_bytes=1000)
+            yield Result(
+                *who, equal=equal, scored=self.scored, stored_bytes=int(1000 * budget), full_bytes=1000, host_bytes=250
+            )
 
 
 def test_the_smallest_budget_that_holds_with_all_larger_ones() -> None:
@@ -44,6 +48,7 @@ def test_the_smallest_budget_that_holds_with_all_larger_ones() -> None:
     assert found.tried[2].loss.mean == pytest.approx(0.05)
     assert found.best is found.tried[1]
     assert found.best.bytes == pytest.approx(0.2)
+    assert found.best.host == pytest.approx(0.25)
     assert found.config() == 'foveakv.compress(model, foveakv.methods.get("snapkv", budget=0.2))'
 
 
@@ -52,6 +57,24 @@ def test_the_upper_bound_decides_not_the_mean() -> None:
     (found,) = tune(Fake(losses), PROMPTS, ["snapkv"], budgets=[0.2, 0.5], max_loss=0.01)
     assert found.tried[1].loss.mean < 0.01 < found.tried[1].loss.high
     assert found.best is found.tried[0]
+
+
+def test_a_few_tokens_without_a_loss_prove_little() -> None:
+    few, many = (tune(Fake({0.5: [0.0] * 4}, scored=n), PROMPTS, ["snapkv"], budgets=[0.5])[0] for n in (10, 1000))
+    assert few.tried[0].upper == pytest.approx(-math.log(0.025) / 40)
+    assert few.best is None
+    assert many.best is many.tried[0]
+
+
+def test_prompts_that_a_method_does_not_apply_to_are_left_out() -> None:
+    class Some(Fake):
+        def run(self, item: Item, candidates: Sequence[Any]) -> Iterator[Result]:
+            for result in super().run(item, candidates):
+                yield replace(result, error="NoVisualTokensError: no picture") if item.number == 2 else result
+
+    (found,) = tune(Some({0.5: [0.0] * 4}), PROMPTS, ["random"], budgets=[0.5])
+    assert found.best is found.tried[0]
+    assert (found.best.errors, found.best.skipped, found.best.loss.n) == ((), 1, 3)
 
 
 def test_no_budget_holds() -> None:

@@ -15,6 +15,7 @@ from foveakv.errors import InputError, MethodError
 from foveakv.evaluation.bootstrap import Interval, interval
 from foveakv.evaluation.items import Item, Turn
 from foveakv.evaluation.lines import read_lines
+from foveakv.evaluation.results import does_not_apply
 from foveakv.inputs import PLACEHOLDER, read_image
 
 if TYPE_CHECKING:
@@ -29,16 +30,21 @@ FEW = 20
 @dataclass(frozen=True)
 class Tried:
     """One budget of a method. loss: share of the full cache's reply tokens that the method would not have given, over
-    prompts; bytes: stored bytes as a share of the full cache's; errors: prompts that failed."""
+    prompts; upper: its bound, NaN where unknown; bytes, host: stored bytes, on the compute device and in the backing
+    store, as shares of the full cache's; errors: prompts that failed; skipped: prompts that the method does not apply
+    to."""
 
     budget: float | int | str
     loss: Interval
+    upper: float
     bytes: float
+    host: float
     errors: tuple[str, ...]
+    skipped: int = 0
 
     def holds(self, most: float) -> bool:
         """Whether the upper bound of the loss is known and within `most`, and no prompt failed."""
-        return not self.errors and self.loss.known and self.loss.high <= most
+        return not self.errors and self.upper <= most
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,10 @@ def tune(
 ) -> list[Tuned]:
     """Tries all budgets with every method on every prompt.
 
-    A budget holds where the upper bootstrap bound (over prompts, at `level`) of the mean loss is at most `max_loss`.
+    A budget holds where the upper bound of the mean loss is at most `max_loss`: the bootstrap's (over prompts, at
+    `level`), and at least what a share that was never seen among so many tokens may still be, -ln((1 - level) / 2) /
+    tokens (the rule of three; it takes tokens as independent). Prompts that a method does not apply to, since it drops
+    visual tokens only, are left out.
     The loss of a prompt is the share of the full cache's reply tokens, each behind the full cache's tokens before it,
     that the method would not have given; the first token of a reply does not count, since the prefill sees everything
     (of a method that takes tokens out of the prefill it does).
@@ -134,11 +143,22 @@ def tune(
 
 def _tried(method: Any, results: Sequence[Result], level: float, seed: int) -> Tried:
     good = [result for result in results if result.error is None]
-    losses = [1 - result.equal for result in good if result.equal is not None and result.scored]
-    shares = [result.stored_bytes / result.full_bytes for result in good if result.stored_bytes and result.full_bytes]
+    counted = [result for result in good if result.equal is not None and result.scored]
+    loss = interval([1 - (result.equal or 0) for result in counted], level=level, seed=seed)
+    unseen = -math.log((1 - level) / 2) / max(sum(result.scored for result in counted), 1)
+    errors = tuple(result.error for result in results if result.error is not None)
     return Tried(
         method.budget,
-        interval(losses, level=level, seed=seed),
-        sum(shares) / len(shares) if shares else math.nan,
-        tuple(result.error for result in results if result.error is not None),
+        loss,
+        max(loss.high, min(unseen, 1.0)) if loss.known else math.nan,
+        _share([(result.stored_bytes, result.full_bytes) for result in good]),
+        _share([(result.host_bytes, result.full_bytes) for result in good]),
+        tuple(error for error in errors if not does_not_apply(error)),
+        sum(map(does_not_apply, errors)),
     )
+
+
+def _share(pairs: Sequence[tuple[int | None, int | None]]) -> float:
+    """Mean of own / full over prompts; NaN without any."""
+    shares = [own / full for own, full in pairs if own is not None and full]
+    return sum(shares) / len(shares) if shares else math.nan

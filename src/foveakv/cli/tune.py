@@ -71,15 +71,16 @@ def _print(found: Sequence[Tuned], prompts: int, few: int) -> None:
 
     out = common.output()
     table = Table(title=f"agreement with the full cache on {prompts} prompt{'s' if prompts != 1 else ''}")
-    for column in ("method", "budget", "tokens that differ", "upper bound", "stored / full", "holds"):
+    for column in ("method", "budget", "tokens that differ", "upper bound", "stored / full", "host / full", "holds"):
         table.add_column(column, justify="left" if column == "method" else "right")
     for tuned in found:
         for tried in tuned.tried:
             best = tuned.best is tried
             holds = "yes, the smallest" if best else "yes" if tried.holds(tuned.most) else "no"
             table.add_row(
-                tuned.method, str(tried.budget), _percent(tried.loss.mean, 2), _percent(tried.loss.high, 2),
-                _percent(tried.bytes, 1), f"{len(tried.errors)} failed" if tried.errors else holds,
+                tuned.method, str(tried.budget), _percent(tried.loss.mean, 2), _percent(tried.upper, 2),
+                _percent(tried.bytes, 1), _percent(tried.host, 1),
+                f"{len(tried.errors)} failed" if tried.errors else holds,
                 style="bold" if best else None,
             )  # fmt: skip
         table.add_section()
@@ -87,6 +88,9 @@ def _print(found: Sequence[Tuned], prompts: int, few: int) -> None:
     if prompts < few:
         out.print(f"* {prompts} prompts are few: below {few} the bound says little")
     for tuned in found:
+        skipped = max((tried.skipped for tried in tuned.tried), default=0)
+        if skipped:
+            out.print(f"* {tuned.method} does not apply to {skipped} of them: they have no picture")
         for error in dict.fromkeys(error for tried in tuned.tried for error in tried.errors):
             out.print(f"[bold red]failed:[/bold red] {escape(f'{tuned.method}: {error}')}", soft_wrap=True)
     for tuned in found:
@@ -114,8 +118,9 @@ def _plain(found: Sequence[Tuned], model: str, max_loss: float, prompts: int) ->
                 "best": None if tuned.best is None else tuned.best.budget,
                 "tried": [
                     {
-                        "budget": tried.budget, "loss": _known(tried.loss.mean), "loss_upper": _known(tried.loss.high),
-                        "prompts": tried.loss.n, "bytes_share": _known(tried.bytes), "errors": list(tried.errors),
+                        "budget": tried.budget, "loss": _known(tried.loss.mean), "loss_upper": _known(tried.upper),
+                        "prompts": tried.loss.n, "bytes_share": _known(tried.bytes), "host_share": _known(tried.host),
+                        "errors": list(tried.errors), "does_not_apply": tried.skipped,
                     }
                     for tried in tuned.tried
                 ],

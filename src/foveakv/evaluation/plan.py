@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from os import PathLike
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foveakv.errors import InputError, MethodError
@@ -23,7 +25,8 @@ Key = tuple[str, int, int, str]
 class Entry:
     """A candidate as plain values: its label, the method's name, and all the method's settings, defaults as well.
 
-    version: of the file that a method of one's own comes from, see `foveakv.methods.plugins`.
+    version: of the files that it depends on: the one that a method of one's own comes from, see
+    `foveakv.methods.plugins`, and those that its settings name. None: there are none.
     """
 
     label: str
@@ -45,7 +48,9 @@ class Entry:
                     f"{type(value).__name__}; where the method takes a file in its place, give that"
                 )
         settings = {key: value for key, value in candidate.method.describe().items() if key in names}
-        return cls(candidate.label, candidate.method.name, settings, version_of(type(candidate.method)))
+        versions = [version_of(type(candidate.method)), *map(_digest, settings.values())]
+        known = [version for version in versions if version is not None]
+        return cls(candidate.label, candidate.method.name, settings, " ".join(known) or None)
 
     def candidate(self) -> Candidate:
         """The method again. MethodError: this version has no such method or setting."""
@@ -136,7 +141,7 @@ class Plan:
         """Why results of an older plan cannot stay with this one, in words. Empty: this plan only adds to it."""
         found = [
             f"{name} was {old!r} and is now {new!r}"
-            for name in ("model", "seed", "dtype", "device")
+            for name in ("model", "seed", "dtype", "device", "trust_remote_code")
             if (old := getattr(older, name)) != (new := getattr(self, name))
         ]
         if self.items < older.items:
@@ -154,11 +159,18 @@ class Plan:
         return found
 
 
+def _digest(setting: Any) -> str | None:
+    """Of the contents of the file that a setting names; None where it names none."""
+    if not isinstance(setting, str | PathLike) or not Path(setting).suffix or not Path(setting).is_file():
+        return None
+    return hashlib.sha256(Path(setting).read_bytes()).hexdigest()[:16]
+
+
 def _changes(old: Entry, new: Entry) -> list[str]:
     if old.method != new.method:
         return [f"{old.label!r} was {old.method} and is now {new.method}"]
     if old.version not in (None, new.version):
-        return [f"{old.label!r} was made by another version of the file that registers {old.method}"]
+        return [f"{old.label!r} depends on a file that has changed: its own, or one that its settings name"]
     names = list(dict.fromkeys([*old.settings, *new.settings]))
     return [
         f"{old.label!r} had {name}={old.settings.get(name)!r} and now has {new.settings.get(name)!r}"

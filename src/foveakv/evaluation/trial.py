@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
+import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, TypeVar
 
@@ -24,6 +26,7 @@ from foveakv.evaluation.speaking import Speaker
 from foveakv.inputs import build_inputs
 from foveakv.methods import Method
 from foveakv.methods.full import Full
+from foveakv.methods.random import Random
 from foveakv.models import Loaded
 from foveakv.report import Report
 
@@ -75,7 +78,7 @@ class Bench:
             for candidate in candidates:
                 yield self._failed(item, candidate, error)
             return
-        methods = [candidate.method for candidate in candidates]
+        methods = [_drawn(candidate.method, item) for candidate in candidates]
         agreements = [Agreement() for _ in methods]
         given = _each(methods, lambda places: prompt.follow(full, [methods[i] for i in places], places, agreements))
         # Whoever says what the full cache says needs no conversation of its own.
@@ -269,6 +272,13 @@ class _Prompt:
         return [median(clock.seconds) if clock.seconds else None for clock in clocks]
 
 
+def _drawn(method: Method, item: Item) -> Method:
+    """Random tokens are drawn anew for every item, so that intervals over items hold the luck of the draw as well."""
+    if not isinstance(method, Random):
+        return method
+    return replace(method, seed=zlib.crc32(f"{method.seed} {item.task} {item.number} {item.seed}".encode()))
+
+
 def _each(items: Sequence[Any], work: Callable[[Sequence[int]], list[T]]) -> list[T | Exception]:
     """All at once; where that raises, one at a time, so that an error belongs to the item that causes it."""
     places = range(len(items))
@@ -292,4 +302,5 @@ def _details(cache: CompressedCache) -> dict[str, Any] | None:
     state = cache.state.get("hybridkv")
     if isinstance(state, dict) and isinstance(state.get("static"), Tensor):
         found["static_heads"] = state["static"][0].to(torch.int8).tolist()
+    json.dumps(found)  # what cannot be written down fails here, as this method's error
     return found or None

@@ -7,7 +7,7 @@ A method is a dataclass of settings. It holds no state: everything it learns abo
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -188,7 +188,7 @@ class Method:
 
     def describe(self) -> dict[str, Any]:
         """Settings as plain values, for reports and result files."""
-        return {"method": self.name, **{key: _plain(value) for key, value in vars(self).items()}}
+        return {"method": self.name, **{f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.init}}
 
 
 def _plain(value: Any) -> Any:

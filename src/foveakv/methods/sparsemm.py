@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -47,15 +47,16 @@ class SparseMM(SnapKV):
 
     head_scores: str | Path | Sequence[Sequence[float]] | Tensor | None = None
     ratio: float = 0.1
+    _scores: Tensor = field(init=False, repr=False, compare=False)
 
     name: ClassVar[str] = "sparsemm"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         share(self.name, "ratio", self.ratio, meaning="of the slots beyond the window, what all heads share equally")
-        self._scores()  # a wrong file fails here, not in the middle of a run
+        self._scores = self._read()  # once, so that a file that is wrong, or changes, hurts no run under way
 
-    def _scores(self) -> Tensor:
+    def _read(self) -> Tensor:
         """[layers, KV heads] float64, all >= 0."""
         if self.head_scores is None:
             raise MethodError(f"sparsemm: head_scores must be given; {_HOW}")
@@ -67,7 +68,7 @@ class SparseMM(SnapKV):
         geometry = cache.geometry
         if geometry is None:
             raise CacheInUseError("a budget is known only once the prompt is")
-        scores = self._scores()
+        scores = self._scores
         if scores.shape != (len(cache.layers), geometry.kv_heads):
             raise MethodError(
                 f"sparsemm: head_scores are for {scores.shape[0]} layers with {scores.shape[1]} KV heads each, and "
@@ -92,7 +93,7 @@ class SparseMM(SnapKV):
     def describe(self) -> dict[str, Any]:
         given = self.head_scores
         if given is not None and not isinstance(given, (str, Path)):
-            layers, heads = self._scores().shape
+            layers, heads = self._scores.shape
             return {**super().describe(), "head_scores": f"{layers} x {heads} numbers"}
         return super().describe()
 
