@@ -13,12 +13,14 @@ from PIL import Image
 
 from foveakv.compare import BASELINE, Comparison, Row
 from foveakv.errors import InputError
+from foveakv.patches import image_columns, patch_grid
 from foveakv.prompt import IMAGE, TEXT, PromptMap
-from foveakv.viz import brightness, draw_comparison, draw_kept, image_columns, patch_grid, shade
+from foveakv.viz import brightness, draw_comparison, draw_kept, shade
 
 pytest.importorskip("matplotlib")
 
 WHITE = Image.new("RGB", (40, 40), "white")
+TWO = [WHITE, WHITE]
 
 
 def prompt(*parts: tuple[int, int]) -> PromptMap:
@@ -37,19 +39,25 @@ def comparison(*rows: Row, map_: PromptMap | None = None) -> Comparison:
 
 
 def test_columns_of_separate_images() -> None:
-    found = image_columns(prompt((TEXT, 2), (IMAGE, 4), (TEXT, 1), (IMAGE, 6), (TEXT, 3)), 2)
+    found = image_columns(prompt((TEXT, 2), (IMAGE, 4), (TEXT, 1), (IMAGE, 6), (TEXT, 3)), TWO)
     assert [columns.tolist() for columns in found] == [[2, 3, 4, 5], [7, 8, 9, 10, 11, 12]]
 
 
 def test_columns_of_adjacent_images_and_of_pieces() -> None:
-    assert [len(columns) for columns in image_columns(prompt((TEXT, 1), (IMAGE, 8), (TEXT, 1)), 2)] == [4, 4]
+    assert [len(columns) for columns in image_columns(prompt((TEXT, 1), (IMAGE, 8), (TEXT, 1)), TWO)] == [4, 4]
     pieces = prompt(*[part for _ in range(6) for part in ((IMAGE, 2), (TEXT, 1))])  # two images in rows of two
-    assert [columns.tolist() for columns in image_columns(pieces, 2)] == [[0, 1, 3, 4, 6, 7], [9, 10, 12, 13, 15, 16]]
+    assert [columns.tolist() for columns in image_columns(pieces, TWO)] == [[0, 1, 3, 4, 6, 7], [9, 10, 12, 13, 15, 16]]
 
 
 def test_columns_that_do_not_divide() -> None:
     with pytest.raises(InputError, match="7 image tokens do not divide among 2 images"):
-        image_columns(prompt((IMAGE, 7)), 2)
+        image_columns(prompt((IMAGE, 7)), TWO)
+
+
+def test_pieces_of_unequal_images_cannot_be_told_apart() -> None:
+    pieces = prompt(*[part for _ in range(6) for part in ((IMAGE, 2), (TEXT, 1))])
+    with pytest.raises(InputError, match="6 pieces of 2 images of different sizes"):
+        image_columns(pieces, [WHITE, Image.new("RGB", (64, 32))])
 
 
 @pytest.mark.parametrize(("tokens", "size", "grid"), [

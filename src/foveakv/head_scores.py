@@ -9,7 +9,6 @@ its strongest attention falls on the very place that the generated token names. 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,14 +18,24 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from foveakv.errors import InputError, MethodError
-from foveakv.files import replacing, write_text
+from foveakv.errors import InputError
 from foveakv.methods.base import DecodeView, Method, PrefillView
+from foveakv.methods.head_files import load_head_scores, read_head_scores, save_head_scores
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from foveakv.prompt import PromptMap
+
+__all__ = [
+    "HeadSample",
+    "Target",
+    "load_head_scores",
+    "read_head_scores",
+    "save_head_scores",
+    "target_places",
+    "visual_head_scores",
+]
 
 
 @dataclass(frozen=True)
@@ -136,9 +145,9 @@ def visual_head_scores(
 
 def target_places(prompt: PromptMap, pictures: Sequence[Image], targets: Sequence[Target]) -> list[Tensor]:
     """The columns of the prompt where each target is, int64 [n] each; without targets those of all pictures."""
-    from foveakv.viz import image_columns, patch_grid
+    from foveakv.patches import image_columns, patch_grid
 
-    columns = [own.cpu() for own in image_columns(prompt, len(pictures))]
+    columns = [own.cpu() for own in image_columns(prompt, pictures)]
     if not targets:
         return [torch.cat(columns)] if columns else []
     places = []
@@ -172,55 +181,3 @@ def _place_of(word: str, targets: Sequence[Target], places: Sequence[Tensor]) ->
         return places[0] if places else None
     fitting = [place for target, place in zip(targets, places, strict=True) if word and word in target.text]
     return fitting[0] if len(fitting) == 1 else None
-
-
-# ---- files
-
-
-def save_head_scores(scores: Tensor, path: str | Path) -> None:
-    """Writes scores [layers, KV heads] to a .json or .safetensors file."""
-    path = Path(path)
-    scores = read_head_scores(scores, "head scores").to(torch.float32)
-    if path.suffix == ".safetensors":
-        from safetensors.torch import save_file
-
-        with replacing(path) as temporary:
-            save_file({"scores": scores.contiguous()}, temporary)
-    elif path.suffix == ".json":
-        write_text(path, json.dumps({"scores": scores.tolist()}) + "\n")
-    else:
-        raise MethodError(f"head scores are saved as .json or .safetensors, not as {path.name!r}")
-
-
-def load_head_scores(path: str | Path) -> Tensor:
-    """Scores of a file that `save_head_scores` wrote, float64 [layers, KV heads]. MethodError: it holds none."""
-    path = Path(path)
-    if not path.is_file():
-        raise MethodError(f"head_scores: there is no file {path}; make it with foveakv.head_scores.visual_head_scores")
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
-
-            found: Any = load_file(path)
-        else:
-            found = json.loads(path.read_text(encoding="utf8"))
-    except Exception as error:  # json and safetensors share no base class
-        raise MethodError(f"head_scores: {path} cannot be read: {error}") from error
-    if isinstance(found, dict):
-        if "scores" not in found:
-            raise MethodError(f'head_scores: {path} has no "scores"; make it with foveakv.head_scores')
-        found = found["scores"]
-    return read_head_scores(found, f"head_scores: {path}")
-
-
-def read_head_scores(values: Any, what: str) -> Tensor:
-    """Numbers [layers][KV heads] as float64; `what` begins the message of the MethodError if they cannot be scores."""
-    try:
-        scores = torch.as_tensor(values, dtype=torch.float64, device="cpu")
-    except (ValueError, TypeError, RuntimeError) as error:
-        raise MethodError(f"{what} must be numbers [layers][KV heads]: {error}") from error
-    if scores.dim() != 2 or not scores.numel():
-        raise MethodError(f"{what} must be numbers [layers][KV heads]; got shape {tuple(scores.shape)}")
-    if not bool(torch.isfinite(scores).all()) or bool((scores < 0).any()):
-        raise MethodError(f"{what} must be finite and not negative")
-    return scores

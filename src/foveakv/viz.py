@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from foveakv.compare import BASELINE, Comparison, Row, one_line, size_text
 from foveakv.errors import InputError, MissingDependencyError
-from foveakv.prompt import IMAGE, PromptMap
+from foveakv.patches import image_columns, patch_grid
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,37 +25,6 @@ _DARK = 0.08  # brightness of a patch that no head keeps
 def brightness(share: Any) -> Any:
     """Display brightness of a patch kept by this share of (layer, head) pairs; a root, so that a tenth can be seen."""
     return _DARK + (1 - _DARK) * share**0.5
-
-
-def image_columns(prompt: PromptMap, images: int, sequence: int = 0) -> list[Tensor]:
-    """The prompt columns of every image, in order.
-
-    Images that the prompt map cannot tell apart, or that it knows in pieces, share the image columns evenly.
-
-    Raises:
-        InputError: the image columns cannot be shared out among that many images.
-    """
-    columns = torch.nonzero(prompt.kinds[sequence] == IMAGE).flatten()
-    numbers = prompt.index[sequence][columns]
-    if len(numbers.unique()) == images:
-        return [columns[numbers == number] for number in numbers.unique()]
-    if images == 0 or len(columns) % images:
-        raise InputError(f"{len(columns)} image tokens do not divide among {images} images, so they cannot be drawn")
-    return list(columns.chunk(images))
-
-
-def patch_grid(tokens: int, size: tuple[int, int]) -> tuple[int, int] | None:
-    """Rows and columns of an image's tokens: those with the picture's shape, else a square; None where neither fits.
-
-    size: the picture's (width, height).
-    """
-    width, height = size
-    fits = [(tokens // columns, columns) for columns in range(1, tokens + 1) if tokens % columns == 0]
-    rows, columns = min(fits, key=lambda grid: abs(math.log(grid[1] / grid[0]) - math.log(width / height)))
-    if abs(math.log(columns / rows) - math.log(width / height)) < 0.15:
-        return rows, columns
-    side = math.isqrt(tokens)
-    return (side, side) if side * side == tokens else None
 
 
 def shade(image: Image, share: Tensor, grid: tuple[int, int] | None = None) -> Any:
@@ -95,7 +63,7 @@ def draw_kept(
     rows = [row for row in comparison.rows if row.kept is not None and row.settings.get("method") != "full"]
     if comparison.prompt is None or not rows:
         raise InputError("nothing to draw: no method other than full has run")
-    columns = image_columns(comparison.prompt, len(images))
+    columns = image_columns(comparison.prompt, images)
     width, height = 1.05 * len(images) + 1.9, 1.32 * (len(rows) + 1) + 1.0
     figure = _figure(max(width, 6), height)
     axes = figure.subplots(len(rows) + 1, len(images), squeeze=False)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from foveakv.analysis.shown import Share, Shown
 from foveakv.errors import InputError
-from foveakv.viz import _PLAIN, _brightness_bar, _figure, _row_label, image_columns, shade
+from foveakv.patches import image_columns
+from foveakv.viz import _PLAIN, _brightness_bar, _figure, _row_label, shade
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -29,7 +30,7 @@ def draw_rows(
         InputError: the prompt's image tokens do not divide among the pictures.
     """
     labels = [(row.label, "") for row in result.rows]
-    _draw(path, images, image_columns(result.prompt, len(images)), result.rows, labels, captions, title)
+    _draw(path, images, image_columns(result.prompt, images), result.rows, labels, captions, title)
 
 
 def draw_filmstrip(
@@ -59,7 +60,7 @@ def draw_filmstrip(
         labels.append((result.steps[s].label, f"reads {read}\nwrites {made}" if read and made else ""))
     rows = [result.steps[s] for s in chosen]
     title = f"{title}   (decode steps of {rows[0].heads} heads)"
-    _draw(path, images, image_columns(result.prompt, len(images)), rows, labels, captions, title)
+    _draw(path, images, image_columns(result.prompt, images), rows, labels, captions, title)
 
 
 def evenly(count: int, most: int) -> list[int]:

@@ -69,7 +69,7 @@ def show(
     from foveakv import environment
     from foveakv.analysis.shown import shown
     from foveakv.cli.settings import build_method
-    from foveakv.viz import image_columns
+    from foveakv.patches import image_columns
 
     common.check_output_files(out, filmstrip, json, csv)
     common.check_pictures(out, filmstrip)
@@ -89,7 +89,7 @@ def show(
             loaded.model, inputs[task.label], chosen, new_tokens=max_new_tokens, layers=layer, head=head,
             each=each_layer or bool(layer), steps=filmstrip is not None, to_the_end=ignore_eos,
         )  # fmt: skip
-    images = image_columns(result.prompt, len(task.pictures))
+    images = image_columns(result.prompt, task.pictures)
     tokenizer = getattr(loaded.processor, "tokenizer", loaded.processor)
     texts = [tokenizer.decode([token]) for token in result.tokens]
     _print(result, images, tokenizer.decode(list(result.tokens), skip_special_tokens=True), task)

@@ -143,7 +143,7 @@ class Place:
 
     rank: None for the full cache, and for a candidate that lacks one of these tasks. score: mean accuracy over all its
     items. change: relative to full on the same items, -0.05 is a loss of 5%. floor: less random at the same budget,
-    paired, as a share of facts (None: it is random, or random was not run). stored, time: means over tasks. missing:
+    paired, as a share of facts (None: it is random, or random was not run). stored, host, time: means over tasks. missing:
     ranking tasks without a result. short: tasks with fewer items than planned.
     """
 
@@ -154,6 +154,7 @@ class Place:
     floor: Interval | None
     n: int
     stored: float | None
+    host: float | None
     time: float | None
     missing: tuple[str, ...]
     short: tuple[str, ...]
@@ -406,6 +407,7 @@ class Summary:
             floor=over,
             n=sum(cell.n for cell in cells),
             stored=_mean(cell.stored for cell in cells),
+            host=_mean(cell.host for cell in cells),
             time=_mean(cell.time for cell in cells),
             missing=tuple(task for task in self.ranked if task not in there),
             short=tuple(cell.task for cell in cells if not cell.complete),

@@ -111,6 +111,7 @@ def items(cell: Cell) -> Text:
 def leaderboard(board: Board, summary: Summary) -> Table:
     """Best first; the full cache leads without a rank."""
     rows = []
+    host = any(row.host for row in board.rows)
     for row in board.rows:
         rank = Text(NONE if row.rank is None else str(row.rank))
         name = candidate_text(row.candidate)
@@ -121,7 +122,7 @@ def leaderboard(board: Board, summary: Summary) -> Table:
         rows.append((
             name, rank, Text(percent(row.score)), Text(NONE, "yardstick", "muted") if is_full else change(row.change),
             Text(NONE, kind="muted") if row.floor is None else change(row.floor), count,
-            Text(percent(row.stored)), Text(number(row.time)),
+            Text(percent(row.stored)), *([Text(size_text(row.host or 0))] if host else []), Text(number(row.time)),
         ))  # fmt: skip
     notes = []
     if not board.has_floor:
@@ -136,7 +137,7 @@ def leaderboard(board: Board, summary: Summary) -> Table:
         title,
         (
             "method", "rank", "accuracy, %", "relative change against full, %", "above random, points", "items",
-            "stored bytes, % of full", "time per token, full = 1",
+            "stored bytes, % of full", *(["host bytes per item"] if host else []), "time per token, full = 1",
         ),
         tuple(rows),
         tuple(notes),
@@ -251,7 +252,7 @@ def leaderboard_json(summary: Summary) -> dict[str, Any]:
                         "rank": row.rank, "label": row.candidate.label, "method": row.candidate.method,
                         "accuracy": _plain(row.score), "relative_change": _interval(row.change),
                         "above_random": _interval(row.floor), "items": row.n, "stored_share": _plain(row.stored),
-                        "time_ratio": _plain(row.time), "missing": list(row.missing), "incomplete": list(row.short),
+                        "host_bytes": _plain(row.host), "time_ratio": _plain(row.time), "missing": list(row.missing), "incomplete": list(row.short),
                     }
                     for row in board.rows
                 ],
@@ -280,7 +281,7 @@ def _interval(found: Interval | None) -> dict[str, Any] | None:
 
 
 def _plain(value: float | None) -> float | None:
-    return None if value is None or math.isnan(value) else value
+    return None if value is None or not math.isfinite(value) else value
 
 
 def _worst_last(cell: Cell) -> tuple[bool, float, str]:

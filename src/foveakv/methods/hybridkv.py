@@ -21,6 +21,7 @@ from foveakv.memory.digests import DigestDtype, digest_bytes
 from foveakv.memory.segments import Segments
 from foveakv.methods.base import DecodeView, Method, PrefillView, keep_top
 from foveakv.methods.checks import choice, flag, number, share, whole_number
+from foveakv.methods.retrieval import retrieve
 from foveakv.prompt import PromptMap
 from foveakv.scores import text_rows, topk_mass, window_scores
 
@@ -291,13 +292,7 @@ class HybridKV(Method):
             raise UnsupportedModeError(
                 "hybridkv: the cache was cropped into its prompt, whose chunks cannot be taken back; start a new cache"
             )
-        if store.in_place:
-            asked, hits = store.pick(view.query, view.scaling)
-            view.pages = store.pages() if asked else None
-        else:
-            asked, hits = store.fetch(view.segments, view.query, view.scaling)
-        if asked:
-            view.count(retrieved=asked, hits=hits)
+        retrieve(store, view)
 
 
 _CHOICES = {

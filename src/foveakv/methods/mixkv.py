@@ -22,7 +22,7 @@ class MixKV(SnapKV):
     SnapKV's score. A head's redundancy r, the mean cosine between two of its keys, mixes them:
     r * diversity + (1 - r) * importance.
 
-    The paper states all of this in its method section. Not stated; we clip r at 0, take keys after RoPE as they are
+    Not stated in the paper; we clip r at 0, take keys after RoPE as they are
     stored, and count all real tokens for r and the mean direction, and the tokens before the window for the rest.
     `intrinsic` is the part of the importance that does not depend on the window: "value_norm", "key_norm" (short keys
     first) or "none".

@@ -15,6 +15,7 @@ from foveakv.kernels.paged import reads_pages
 from foveakv.memory.chunks import ChunkStore
 from foveakv.methods.base import DecodeView, Method, PrefillView
 from foveakv.methods.checks import whole_number
+from foveakv.methods.retrieval import retrieve
 
 if TYPE_CHECKING:
     from foveakv.cache import CompressedCache
@@ -91,15 +92,8 @@ class Quest(Method):
 
     def before_attention(self, view: DecodeView) -> None:
         store: ChunkStore | None = view.state.get("store")
-        if store is None:
-            return
-        if store.in_place:
-            asked, hits = store.pick(view.query, view.scaling)
-            view.pages = store.pages() if asked else None
-        else:
-            asked, hits = store.fetch(view.segments, view.query, view.scaling)
-        if asked:  # beams and selections may leave no sequence that chooses
-            view.count(retrieved=asked, hits=hits)
+        if store is not None:
+            retrieve(store, view)
 
     def summary(self, cache: CompressedCache) -> dict[str, Any]:
         """Pages that a step chooses, over all heads of the layers that choose, and what the bounds take."""

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from foveakv.allocation import share_out
 from foveakv.errors import CacheInUseError, MethodError
-from foveakv.head_scores import load_head_scores, read_head_scores
 from foveakv.methods.base import PrefillView, keep_top
 from foveakv.methods.checks import share
+from foveakv.methods.head_files import load_head_scores, read_head_scores
 from foveakv.methods.snapkv import SnapKV, window_and_scores
 
 if TYPE_CHECKING:
