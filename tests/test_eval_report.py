@@ -187,6 +187,31 @@ def test_a_run_that_has_only_begun() -> None:
     found.markdown()
 
 
+def test_budgets_of_several_kinds_and_none_under_one_name() -> None:
+    """A series in which only some members have a budget of a panel's kind."""
+    plan = synthetic.plan(2)
+    lines = [line for line in plan.entries if line.method == "full"]
+    for label, budget in (("x", None), ("x 0.1", 0.1), ("x 64", 64)):
+        lines.append(replace(plan.entries[1], label=label, method="snapkv", settings={"budget": budget}))
+    plan = replace(plan, entries=tuple(lines))
+    found = Report("kinds", Summary(plan, synthetic.results(plan)))
+    assert {"accuracy-needle", "accuracy-tokens-needle"} <= {picture.name for picture in found.pictures}
+
+
+def test_names_of_files_are_all_different() -> None:
+    assert list(plots._slugs(["a b", "a-b", "mean", "???"]).values()) == ["a-b", "a-b-2", "mean-2", "task"]
+
+
+def test_plots_of_an_earlier_report_go(tmp_path: Path) -> None:
+    write(small(), tmp_path)
+    old, own = tmp_path / "plots" / "accuracy-gone.svg", tmp_path / "plots" / "mine.svg"
+    old.write_text("")
+    own.write_text("")
+    write(small(), tmp_path)
+    assert own.exists()
+    assert not old.exists()
+
+
 def test_no_full_cache() -> None:
     report = small()
     rest = [result for result in report.summary.results if result.method != "full"]

@@ -96,13 +96,33 @@ def test_a_result_wins_over_an_error_and_later_over_earlier(folder: Path) -> Non
 
 def test_another_plan_is_refused_and_changes_nothing(folder: Path) -> None:
     before = (folder / "plan.json").read_text()
-    with pytest.raises(InputError, match="seed was 0 and is now 4; items were 3 and are now 2"):
-        Store(folder, replace(PLAN, seed=4, items=2)).__enter__()
+    with pytest.raises(InputError, match="seed was 0 and is now 4; items were 3 and are now 1"):
+        Store(folder, replace(PLAN, seed=4, items=1)).__enter__()
     assert (folder / "plan.json").read_text() == before
     more = replace(PLAN, items=9)
     with Store(folder, more):
         pass
     assert read_plan(folder) == more
+
+
+def test_only_results_bind_a_plan(tmp_path: Path) -> None:
+    with Store(tmp_path / "run", replace(PLAN, model="typo", items=40)):
+        pass
+    with Store(tmp_path / "run", PLAN) as store:
+        store.add(result(1), "worker-0")
+    with Store(tmp_path / "run", replace(PLAN, items=2)) as store:
+        assert list(store.done) == [result(1).key]
+    with pytest.raises(InputError, match="items were 2 and are now 1"):
+        Store(tmp_path / "run", replace(PLAN, items=1)).__enter__()
+
+
+def test_what_json_cannot_hold_is_an_error_of_its_result(folder: Path) -> None:
+    with Store(folder, PLAN) as store:
+        store.add(replace(result(6), kl=float("nan")), "worker-0")
+        store.add(replace(result(7), details={"x": object()}), "worker-0")
+    errors = {each.item: each.error or "" for each in read_results(folder)}
+    assert "cannot be written down: ValueError" in errors[6]
+    assert "cannot be written down: TypeError" in errors[7]
 
 
 def test_one_process_at_a_time(folder: Path) -> None:

@@ -384,9 +384,44 @@ def test_leaderboard_json_holds_plain_values() -> None:
 
 
 def test_a_control_does_not_rank() -> None:
-    results = [*scores("full", 1.0, 1.0), *scores("a 0.1", 1.0, 0.0)]
+    results = [*scores("full", 1.0, 1.0), *scores("a 0.1", 1.0, 0.0), *scores("random 0.1", 0.0, 0.0)]
     plan = run(*results).plan
     assert Summary(plan, results).ranked == ["t"]
     summary = Summary(plan, results, controls=["t"])
     assert summary.ranked == []
     assert summary.states["t"].reasons == ["a control: not used to rank"]
+
+
+def test_without_a_result_of_random_there_is_no_floor_and_no_rank() -> None:
+    errors = [result("random 0.1", item, None, error="x") for item in range(2)]
+    state = run(*scores("full", 1.0, 1.0), *scores("a 0.1", 1.0, 0.0), *errors).states["t"]
+    assert not state.ranked
+    assert state.reasons == ["random has no result here, so there is no floor to check against: not used to rank"]
+    state = run(*scores("full", 1.0, 1.0), *scores("a 0.1", 1.0, 0.0), labels=("full", "a 0.1")).states["t"]
+    assert state.ranked
+    assert state.reasons == ["random was not run here: there is no floor to check against"]
+
+
+def test_the_order_of_lines_changes_no_interval() -> None:
+    generator = np.random.default_rng(0)
+    values = {label: generator.random(13).round(1).tolist() for label in ("full", "a 0.1", "random 0.1")}
+    results = [one for label, own in values.items() for one in scores(label, *own)]
+    shuffled = [results[place] for place in generator.permutation(len(results))]
+    assert run(*results).cells == run(*shuffled).cells
+
+
+def test_candidates_of_one_name_are_told_apart() -> None:
+    def series(*entries: Entry) -> list[str]:
+        return [c.series for c in Summary(Plan(("t",), entries, 1), []).candidates]
+
+    two = Entry("a 0.1", "a", {"budget": 0.1}), Entry("a 0.3", "a", {"budget": 0.3})
+    assert series(*two) == ["a", "a"]
+    assert series(*two, Entry("a", "a", {"budget": 0.3, "recent": 8})) == ["a 0.1", "a 0.3", "a"]
+    assert series(two[0], Entry("a 10%", "a", {"budget": "10%"})) == ["a 0.1", "a 10%"]
+    assert series(two[0], Entry("a", "b", {"budget": 0.2})) == ["a 0.1", "a"]
+
+
+def test_times_are_compared_with_the_full_cache_beside_them() -> None:
+    full = [result("full", 0, 1.0, token_seconds=1.0, full_token_seconds=1.0)]
+    later = [result("a 0.1", 0, 1.0, token_seconds=3.0, full_token_seconds=2.0)]  # on a slower day
+    assert run(*full, *later).cells["t", "a 0.1"].time == 1.5

@@ -96,7 +96,7 @@ class Scribbles(Method):
         return True
 
     def prefill(self, view: Any) -> None:
-        for tensor in (view.query, view.keys, view.values):
+        for tensor in (view.query, view.keys, view.values, view.prompt.kinds, view.prompt.index):
             tensor.zero_()
 
 
@@ -107,6 +107,8 @@ def test_no_method_changes_what_the_next_one_gets(family: str) -> None:
     replay(recording, Scribbles())
     for layer, expected in zip(recording.layers, untouched.layers, strict=True):
         assert all(torch.equal(tensor, other) for tensor, other in zip(layer[:3], expected[:3], strict=True))
+    assert torch.equal(recording.prompt.kinds, untouched.prompt.kinds)
+    assert torch.equal(recording.prompt.index, untouched.prompt.index)
 
 
 def test_what_cannot_be_replayed_is_refused() -> None:
@@ -212,6 +214,23 @@ def test_what_cannot_be_written_down_is_an_error_of_its_method(loaded: Loaded, i
     assert second.error is None
 
 
+@dataclass
+class Spoils(Method):
+    """Stores values that are no numbers."""
+
+    name: ClassVar[str] = "spoils"
+
+    def prefill(self, view: Any) -> None:
+        view.values.fill_(torch.nan)
+
+
+def test_logits_that_are_no_numbers_are_an_error(loaded: Loaded, item: Item) -> None:
+    first, second = Bench(loaded).run(item, [Candidate("spoils", Spoils()), *candidates(["full"])])
+    assert first.score is None
+    assert "the logits are no numbers" in (first.error or "")
+    assert second.error is None
+
+
 def test_random_tokens_are_others_for_every_item(loaded: Loaded, item: Item) -> None:
     """Else one lucky draw would be in all items, and in no interval."""
     method = candidates(["random"], [0.2])[0].method
@@ -312,6 +331,9 @@ def test_times_are_measured_in_turns(loaded: Loaded, item: Item, monkeypatch: py
 
 def test_times_are_measured_on_some_items(loaded: Loaded, item: Item) -> None:
     chosen = candidates(["full", "random"], [0.2])
+    (alone,) = Bench(loaded).run(item, chosen[1:])  # as when a plan grows: the full cache is timed beside it
+    assert alone.token_seconds
+    assert alone.full_token_seconds
     first, other = item, Item("two", 1, 0, item.images, item.turns)
     assert all((result.token_seconds or 0) > 0 for result in Bench(loaded).run(first, chosen))
     assert all(result.token_seconds is None for result in Bench(loaded).run(other, chosen))

@@ -33,13 +33,35 @@ def test_a_folder_of_samples(tmp_path: Path) -> None:
     assert sample.targets[0].box == (0, 0, 1, 1)
 
 
-@pytest.mark.parametrize("text", ["{", '{"prompt": "x"}', '{"prompt": "x", "images": [], "targets": [{}]}', ""])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        '{"prompt": "x"}',
+        '{"prompt": 5, "images": ["a.png"]}',
+        '{"prompt": "x", "images": "a.png"}',
+        '{"prompt": "x", "images": ["a.png"], "target": []}',
+        '{"prompt": "x", "images": ["a.png"], "targets": [{"text": "a", "box": [0, 1, 1]}]}',
+        '{"prompt": "x", "images": [], "targets": [{}]}',
+        "",
+    ],
+)
 def test_damaged_samples(tmp_path: Path, text: str) -> None:
     (tmp_path / "samples.jsonl").write_text(text)
     with pytest.raises(InputError, match=r"line 1|has no line"):
         read_samples(tmp_path)
     with pytest.raises(InputError, match=r"is missing"):
         read_samples(tmp_path / "none")
+
+
+def test_files_as_other_programs_write_them(tmp_path: Path) -> None:
+    entry = {"prompt": "one\u2028two", "images": ["a.png"]}
+    text = json.dumps(entry, ensure_ascii=False) + "\r\n"
+    (tmp_path / "samples.jsonl").write_bytes(text.encode("utf-8-sig"))
+    assert [sample.text for sample in read_samples(tmp_path)] == ["one\u2028two"]
+    (tmp_path / "samples.jsonl").write_bytes(text.encode("utf-16"))
+    with pytest.raises(InputError, match="cannot read"):
+        read_samples(tmp_path)
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -74,6 +74,28 @@ def test_what_a_broken_file_registered_is_forgotten(keynorm: Path) -> None:
     assert "keynorm" not in methods.available()
 
 
+def test_a_name_belongs_to_the_file_that_registered_it(keynorm: Path, tmp_path: Path) -> None:
+    plugins.load_file(keynorm)
+    first = methods.find("keynorm")
+    other = tmp_path / "other.py"
+    other.write_text(keynorm.read_text())
+    with pytest.raises(MethodError, match="registers 'keynorm', which another file has registered"):
+        plugins.load_file(other)
+    assert methods.find("keynorm") is first
+
+
+def test_an_option_without_a_default_is_asked_for(tmp_path: Path) -> None:
+    file = tmp_path / "asks.py"
+    file.write_text(
+        "import dataclasses, typing, foveakv\n@foveakv.methods.register\n@dataclasses.dataclass\n"
+        "class Asks(foveakv.methods.Method):\n    share: float\n    name: typing.ClassVar[str] = 'asks'\n"
+    )
+    plugins.load_file(file)
+    with pytest.raises(MethodError, match="asks needs a value for 'share'"):
+        methods.get("asks")
+    assert methods.get("asks", share=0.5).share == 0.5
+
+
 def test_results_of_a_file_that_was_changed_do_not_stay(keynorm: Path) -> None:
     """Else the same command would say that there is nothing to do, and show what the old code did."""
     plugins.load_file(keynorm)

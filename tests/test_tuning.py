@@ -63,6 +63,7 @@ def test_a_few_tokens_without_a_loss_prove_little() -> None:
     few, many = (tune(Fake({0.5: [0.0] * 4}, scored=n), PROMPTS, ["snapkv"], budgets=[0.5])[0] for n in (10, 1000))
     assert few.tried[0].upper == pytest.approx(-math.log(0.025) / 40)
     assert few.best is None
+    assert few.too_few
     assert many.best is many.tried[0]
 
 
@@ -102,6 +103,8 @@ def test_settings_go_into_the_config() -> None:
         (["full"], {}, MethodError),
         (["snapkv"], {"budgets": [0.1, 512]}, InputError),
         (["snapkv"], {"max_loss": 1.5}, InputError),
+        (["snapkv"], {"max_loss": 0}, InputError),
+        (["snapkv"], {"budgets": []}, InputError),
         (["snapkv"], {"options": {"snapkv": {"budget": 0.3}}, "budgets": [0.5]}, MethodError),
     ],
 )
@@ -129,7 +132,7 @@ def test_prompts_of_a_folder(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{", "line 1"),
-        ('{"text": "x"}', "line 1: KeyError"),
+        ('{"text": "x"}', "line 1: unknown key .text."),
         ('{"prompt": 3}', "line 1: TypeError"),
         ('{"prompt": "x", "images": ["none.png"]}', "none.png"),
         ("", "has no line"),
@@ -150,11 +153,12 @@ def test_an_unknown_bound_is_null_in_the_file(tmp_path: Path) -> None:
     data = write(tmp_path / "prompts", json.dumps({"prompt": "what?", "images": ["picture0.png"]}))
     out = tmp_path / "tuned.json"
     command = (
-        f"tune --model {model} --data {data} --methods snapkv --budgets 0.9 -n 4 --json {out} --set snapkv.window=4"
+        f"tune --model {model} --data {data} --methods snapkv --budgets 1.0 -n 4 --json {out} --set snapkv.window=4"
     )
     result = CliRunner().invoke(app, command.split())
     assert result.exit_code == 0, result.output
     assert "nan" not in result.stdout
+    assert "# snapkv: too few tokens to tell. 3 were judged" in result.stdout
     tried = json.loads(out.read_text(), parse_constant=pytest.fail)["methods"][0]["tried"][0]
     assert (tried["prompts"], tried["loss_upper"]) == (1, None)
 

@@ -117,7 +117,7 @@ class Budget:
         are shared equally. A ratio is one of the prompt.
         """
         if self.kind == "tokens":
-            return torch.full((geometry.batch,), int(self.value), dtype=torch.int64)
+            return torch.full((geometry.batch,), min(int(self.value), 2**62), dtype=torch.int64)
         tokens = self.tokens(geometry)
         if self.kind == "bytes":
             contexts = torch.as_tensor(geometry.contexts, dtype=torch.int64)

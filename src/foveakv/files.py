@@ -10,6 +10,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from foveakv.errors import InputError
+
+
+def check_output_files(*paths: Path | None) -> None:
+    """InputError, before any work, when one of these files could not be written later, or two are the same."""
+    wanted = [path for path in paths if path is not None]
+    for place, path in enumerate(wanted):
+        if path.is_dir():
+            raise InputError(f"{path} is a folder; give the name of a file")
+        if path in wanted[:place]:
+            raise InputError(f"{path} is asked for twice; give every file its own name")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"cannot make the folder for {path}: {error}") from error
+        if not os.access(path.parent, os.W_OK):
+            raise InputError(f"cannot write to the folder of {path}")
+
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:

@@ -14,7 +14,7 @@ from foveakv.compare import candidates
 from foveakv.errors import InputError, MethodError
 from foveakv.evaluation.bootstrap import Interval, interval
 from foveakv.evaluation.items import Item, Turn
-from foveakv.evaluation.lines import read_lines
+from foveakv.evaluation.lines import prompt_of, read_lines
 from foveakv.evaluation.results import does_not_apply
 from foveakv.inputs import PLACEHOLDER, read_image
 
@@ -29,16 +29,20 @@ FEW = 20
 
 @dataclass(frozen=True)
 class Tried:
-    """One budget of a method. loss: share of the full cache's reply tokens that the method would not have given, over
-    prompts; upper: its bound, NaN where unknown; bytes, host: stored bytes, on the compute device and in the backing
-    store, as shares of the full cache's; errors: prompts that failed; skipped: prompts that the method does not apply
-    to."""
+    """One budget of a method.
+
+    loss: share of the full cache's reply tokens that the method would not have given, over prompts; upper: its bound,
+    NaN where unknown. bytes, host: stored bytes, on the compute device and in the backing store, as shares of the full
+    cache's. scored: tokens that were judged. errors: prompts that failed; skipped: prompts that the method does not
+    apply to.
+    """
 
     budget: float | int | str
     loss: Interval
     upper: float
     bytes: float
     host: float
+    scored: int
     errors: tuple[str, ...]
     skipped: int = 0
 
@@ -55,6 +59,12 @@ class Tuned:
     options: dict[str, Any]
     tried: tuple[Tried, ...]
     most: float
+
+    @property
+    def too_few(self) -> bool:
+        """No budget held, though the largest lost no more than `most` and failed nowhere: its bound is too wide."""
+        first = self.tried[0]
+        return self.best is None and not first.errors and first.loss.mean <= self.most
 
     @property
     def best(self) -> Tried | None:
@@ -77,15 +87,13 @@ def read_prompts(folder: Path, max_new_tokens: int = 64) -> list[Item]:
     """
 
     def item(number: int, entry: dict[str, Any]) -> Item:
-        text, names = entry["prompt"], entry.get("images", [])
-        if not isinstance(text, str) or not all(isinstance(name, str) for name in names):
-            raise TypeError("prompt is a text and images a list of names")
+        text, names = prompt_of(entry)
         images = tuple(read_image(folder / name) for name in names)
         if images and PLACEHOLDER not in text:
             text = PLACEHOLDER * len(images) + text
         return Item("prompts", number, 0, images, (Turn(text, (), max_new_tokens=max_new_tokens),))
 
-    return read_lines(folder / "prompts.jsonl", item, '{"prompt": "...", "images": ["a.png"]}')
+    return read_lines(folder / "prompts.jsonl", item, ("prompt", "images"), '{"prompt": "...", "images": ["a.png"]}')
 
 
 def tune(
@@ -116,8 +124,12 @@ def tune(
     Raises:
         MethodError: a method takes no budget. InputError: max_loss is no share; budgets of several kinds.
     """
-    if not 0 <= max_loss < 1:
-        raise InputError(f"max_loss is a share of tokens from 0 to below 1; got {max_loss}")
+    if not 0 < max_loss < 1:
+        raise InputError(
+            f"max_loss is a share of tokens between 0 and 1; got {max_loss} (no number of prompts proves a loss of 0)"
+        )
+    if not budgets or not methods:
+        raise InputError("there is nothing to tune; name at least one method and one budget")
     parsed = {budget: parse_budget(budget) for budget in budgets}
     if len({one.kind for one in parsed.values()}) != 1:
         raise InputError("budgets to tune must all be shares, or all tokens, or all bytes, so that they have an order")
@@ -145,7 +157,8 @@ def _tried(method: Any, results: Sequence[Result], level: float, seed: int) -> T
     good = [result for result in results if result.error is None]
     counted = [result for result in good if result.equal is not None and result.scored]
     loss = interval([1 - (result.equal or 0) for result in counted], level=level, seed=seed)
-    unseen = -math.log((1 - level) / 2) / max(sum(result.scored for result in counted), 1)
+    scored = sum(result.scored for result in counted)
+    unseen = -math.log((1 - level) / 2) / max(scored, 1)
     errors = tuple(result.error for result in results if result.error is not None)
     return Tried(
         method.budget,
@@ -153,6 +166,7 @@ def _tried(method: Any, results: Sequence[Result], level: float, seed: int) -> T
         max(loss.high, min(unseen, 1.0)) if loss.known else math.nan,
         _share([(result.stored_bytes, result.full_bytes) for result in good]),
         _share([(result.host_bytes, result.full_bytes) for result in good]),
+        scored,
         tuple(error for error in errors if not does_not_apply(error)),
         sum(map(does_not_apply, errors)),
     )

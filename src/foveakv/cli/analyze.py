@@ -240,7 +240,7 @@ def _threshold(method: Any) -> str:
 
 
 def _check_files(json: Path | None, csv: Path | None, plot: Path | None) -> None:
-    common.check_output_files(json, csv, plot)
+    files.check_output_files(json, csv, plot)
     common.check_pictures(plot)
 
 
@@ -272,4 +272,4 @@ def _write(result: Any, model: Any, json: Path | None, csv: Path | None, plot: P
             getattr(analysis_plots, drawing)(temporary, result)
     for path in (json, csv, plot):
         if path is not None:
-            common.messages().print(f"wrote {path}", highlight=False)
+            common.say_written(path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
@@ -106,16 +105,6 @@ def check_pictures(*paths: Path | None) -> None:
         raise MissingDependencyError("plots need matplotlib: pip install 'foveakv[demo]'")
 
 
-def check_output_files(*paths: Path | None) -> None:
-    """Fails before any work when a result could not be written later."""
-    for path in paths:
-        if path is None:
-            continue
-        if path.is_dir():
-            raise InputError(f"{path} is a folder; give the name of a file")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"cannot make the folder for {path}: {error}") from error
-        if not os.access(path.parent, os.W_OK):
-            raise InputError(f"cannot write to the folder of {path}")
+def say_written(path: Path) -> None:
+    """Names a file that was written, letter by letter: brackets in it are no markup."""
+    messages().print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)

@@ -95,7 +95,7 @@ def compare(
     from foveakv.inputs import build_inputs, read_images
     from foveakv.memory.codes import check_options
 
-    common.check_output_files(json, plot, kept_png)
+    files.check_output_files(json, plot, kept_png)
     common.check_pictures(plot, kept_png)
     if (sample is None) == (prompt is None):
         raise InputError("give either --prompt (with --image) or --sample N")
@@ -108,8 +108,8 @@ def compare(
     if sample is not None:
         task = _Task.of_sample(sample, sample_kind, ask_all)
     else:
-        files = image or []
-        task = _Task(prompt or "", read_images(files), [Path(name).name for name in files], prompt or "")
+        names = image or []
+        task = _Task(prompt or "", read_images(names), [Path(name).name for name in names], prompt or "")
     loaded = common.load_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     inputs = build_inputs(loaded.processor, task.text, task.pictures, model=loaded.model)
     tokenizer = getattr(loaded.processor, "tokenizer", loaded.processor)
@@ -156,4 +156,4 @@ def _write(result: Comparison, task: _Task, json: Path | None, plot: Path | None
             draw_kept(temporary, task.pictures, result, captions=task.captions, title=title)
     for path in (json, plot, kept_png):
         if path is not None:
-            common.messages().print(f"wrote {path}", highlight=False)
+            common.say_written(path)

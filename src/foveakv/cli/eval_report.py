@@ -33,6 +33,6 @@ def report(
     for line in found.warnings:
         common.messages().print(f"note: {line}", highlight=False, markup=False, soft_wrap=True)
     for path in paths[:3]:
-        common.messages().print(f"wrote {path}", highlight=False, markup=False, soft_wrap=True)
+        common.say_written(path)
     common.messages().print(f"wrote {len(paths) - 3} plots to {paths[0].parent / reports.PLOTS}", highlight=False,
                             markup=False, soft_wrap=True)  # fmt: skip

@@ -64,7 +64,7 @@ def generate(
     from foveakv.session import compress
 
     # Everything that can be wrong with the command line is found before the model is loaded.
-    common.check_output_files(json)
+    files.check_output_files(json)
     chosen = build_method(method, budget, set_ or [])
     check_options(chosen, kv_dtype=kv_dtype, exact_window=exact_window)
     pictures = read_images(image or [])
@@ -92,4 +92,4 @@ def generate(
             "environment": environment.describe(loaded.model),
         }
         files.write_json(json, result)
-        common.messages().print(f"wrote {json}", highlight=False)
+        common.say_written(json)

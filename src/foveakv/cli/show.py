@@ -71,7 +71,7 @@ def show(
     from foveakv.cli.settings import build_method
     from foveakv.patches import image_columns
 
-    common.check_output_files(out, filmstrip, json, csv)
+    files.check_output_files(out, filmstrip, json, csv)
     common.check_pictures(out, filmstrip)
     if not any((out, filmstrip, json, csv)):
         raise InputError("say where the result goes: --out, --filmstrip, --json or --csv")
@@ -101,7 +101,7 @@ def show(
     _draw(result, task, texts, out, filmstrip, frames)
     for path in (json, csv, out, filmstrip):
         if path is not None:
-            common.messages().print(f"wrote {path}", highlight=False)
+            common.say_written(path)
 
 
 def _print(result: Any, images: Any, answer: str, task: prompts.Task) -> None:

@@ -33,7 +33,7 @@ def tune(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="A setting as method.key=value; repeat it for more.")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the bootstrap.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the bootstrap.")] = 0,
     json: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
@@ -49,7 +49,7 @@ def tune(
     from foveakv.tuning import BUDGETS, FEW, read_prompts
     from foveakv.tuning import tune as run
 
-    common.check_output_files(json)
+    files.check_output_files(json)
     names = split_names(methods, "methods")
     values = parse_budgets(split_names(budgets, "budgets")) if budgets else list(BUDGETS)
     options = parse_options(set_ or [])
@@ -63,7 +63,7 @@ def tune(
     _print(found, len(prompts), FEW)
     if json is not None:
         files.write_json(json, _plain(found, model, max_loss, len(prompts)))
-        common.messages().print(f"wrote {json}", highlight=False)
+        common.say_written(json)
 
 
 def _print(found: Sequence[Tuned], prompts: int, few: int) -> None:
@@ -86,7 +86,7 @@ def _print(found: Sequence[Tuned], prompts: int, few: int) -> None:
         table.add_section()
     out.print(table)
     if prompts < few:
-        out.print(f"* {prompts} prompts are few: below {few} the bound says little")
+        out.print(f"* {prompts} prompt{'s are' if prompts != 1 else ' is'} few: below {few} the bound says little")
     for tuned in found:
         skipped = max((tried.skipped for tried in tuned.tried), default=0)
         if skipped:
@@ -95,6 +95,11 @@ def _print(found: Sequence[Tuned], prompts: int, few: int) -> None:
             out.print(f"[bold red]failed:[/bold red] {escape(f'{tuned.method}: {error}')}", soft_wrap=True)
     for tuned in found:
         line = tuned.config() or f"# {tuned.method}: no budget keeps the loss within {tuned.most:.2%}"
+        if tuned.too_few:
+            line = (
+                f"# {tuned.method}: too few tokens to tell. {tuned.tried[0].scored:,} were judged; a bound of "
+                f"{tuned.most:.2%} takes {math.ceil(3.69 / tuned.most):,} without a loss, of two or more prompts"
+            )
         out.print(line, highlight=False, markup=False, soft_wrap=True)
 
 

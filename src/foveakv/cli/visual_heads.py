@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from foveakv import files
 from foveakv.cli import common
 from foveakv.cli.common import DebugOption, DeviceOption, DtypeOption, ModelOption, TrustOption
 from foveakv.errors import InputError
@@ -35,7 +36,7 @@ def visual_heads(
     from foveakv.evaluation.head_samples import card_samples, read_samples
     from foveakv.head_scores import save_head_scores, visual_head_scores
 
-    common.check_output_files(out)
+    files.check_output_files(out)
     if out.suffix not in (".json", ".safetensors"):
         raise InputError(f"{out}: the name of a file of scores ends in .json or .safetensors")
     samples = card_samples(items, seed) if data is None else read_samples(data)
@@ -50,4 +51,4 @@ def visual_heads(
         f"{len(samples)} samples; {int((scores > 0).sum())} of {scores.numel()} KV heads score; highest: {heads}",
         highlight=False,
     )
-    common.messages().print(f"wrote {out}", highlight=False)
+    common.say_written(out)

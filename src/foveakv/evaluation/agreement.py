@@ -51,7 +51,8 @@ def add(agreements: list[Agreement], full: Tensor, methods: list[Tensor]) -> Non
     """One more token for each method: full [vocabulary] and the methods' logits for it, float32."""
     p = full.log_softmax(-1)
     logits = torch.stack(methods)
-    divergence = (p.exp() * (p - logits.log_softmax(-1))).sum(-1).clamp_min(0)
+    terms = p.exp() * (p - logits.log_softmax(-1))
+    divergence = terms.masked_fill(p == -torch.inf, 0).sum(-1).clamp_min(0)  # 0 * log 0 is 0
     same = logits.argmax(-1) == full.argmax()
     for agreement, value, equal in zip(agreements, divergence.tolist(), same.tolist(), strict=True):
         agreement.divergences.append(value)

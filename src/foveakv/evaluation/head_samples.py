@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from foveakv.embedded.samples import TELL
-from foveakv.evaluation.lines import read_lines
+from foveakv.evaluation.lines import prompt_of, read_lines
 from foveakv.evaluation.tasks.drawn import row
 from foveakv.head_scores import HeadSample, Target
 
@@ -37,9 +37,20 @@ def read_samples(folder: Path) -> list[HeadSample]:
 
     def sample(number: int, entry: dict[str, Any]) -> HeadSample:
         targets = [
-            Target(str(each["text"]), int(each.get("image", 0)), tuple(each["box"]) if each.get("box") else None)
+            Target(str(each["text"]), int(each.get("image", 0)), _box(each["box"]) if each.get("box") else None)
             for each in entry.get("targets", [])
         ]
-        return HeadSample(entry["prompt"], [folder / name for name in entry["images"]], targets)
+        text, names = prompt_of(entry)
+        if not names:
+            raise TypeError("a sample has at least one picture")
+        return HeadSample(text, [folder / name for name in names], targets)
 
-    return read_lines(folder / "samples.jsonl", sample, EXAMPLE)
+    return read_lines(folder / "samples.jsonl", sample, ("prompt", "images", "targets"), EXAMPLE)
+
+
+def _box(values: Any) -> tuple[float, float, float, float]:
+    try:
+        left, top, right, bottom = map(float, values)
+    except (TypeError, ValueError):
+        raise TypeError(f"a box is four numbers, left, top, right and bottom; got {values!r}") from None
+    return left, top, right, bottom

@@ -137,6 +137,16 @@ class Plan:
         values["entries"] = tuple(Entry(**entry) for entry in data["entries"])
         return cls(**values)
 
+    def holding(self, done: Collection[Key]) -> Plan:
+        """The part of this plan that these results are of."""
+        return replace(
+            self,
+            tasks=tuple(task for task in self.tasks if any(key[0] == task for key in done)) or self.tasks,
+            entries=tuple(entry for entry in self.entries if any(key[3] == entry.label for key in done))
+            or self.entries,
+            items=max((key[1] + 1 for key in done), default=1),
+        )
+
     def conflicts(self, older: Plan) -> list[str]:
         """Why results of an older plan cannot stay with this one, in words. Empty: this plan only adds to it."""
         found = [
@@ -198,4 +208,7 @@ def with_baselines(candidates: Sequence[Candidate]) -> list[Candidate]:
     full = [each for each in candidates if each.label == "full"] or [Candidate("full", get("full"))]
     if full[0].method.name != "full":
         raise MethodError("the label full belongs to the full cache, which everything is compared with")
+    for each in candidates:
+        if each.method.name != "random" and each.label.split(" ")[0] == "random":
+            raise MethodError(f"the label {each.label!r} belongs to random tokens, the floor; choose another")
     return [*full, *(each for each in candidates if each.label != "full"), *added]

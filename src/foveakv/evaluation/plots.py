@@ -173,24 +173,24 @@ def accuracy_pictures(summary: Summary, styles: dict[str, Look]) -> list[Picture
         panels: list[tuple[str, str, list[str]]] = []
         if len(summary.ranked) > 1:
             panels.append(("mean", f"Mean of {len(summary.ranked)} ranking tasks", summary.ranked))
+        slugs = _slugs(summary.tasks)
         for task in summary.tasks:
             mark = "" if summary.states[task].ranked else " (not used to rank)"
-            panels.append((_slug(task), f"{task}{mark}", [task]))
+            panels.append((slugs[task], f"{task}{mark}", [task]))
         for part, title, tasks in panels:
-            lines = [
-                Curve(
-                    series,
-                    tuple(Point(float(c.budget.value), y) for c, y in members if c.budget and c.budget.kind == kind)
-                    or tuple(Point(math.nan, y) for c, y in members if c.budget is None),
-                    level=all(c.budget is None for c, _ in members),
-                )
-                for series, members in _members(summary, tasks).items()
-            ]
+            lines = [_curve(series, members, kind) for series, members in _members(summary, tasks).items()]
             name = f"accuracy-{part}" if kind == "ratio" else f"accuracy-{kind}-{part}"
             lines = [line for line in lines if line.points]
             if lines:
                 found.append(curves(name, title, label, lines, styles, ticks))
     return found
+
+
+def _curve(series: str, members: Sequence[tuple[Candidate, Interval]], kind: str) -> Curve:
+    """Through the members with a budget of this kind; level, where there are none, through one without a budget."""
+    points = tuple(Point(float(c.budget.value), y) for c, y in members if c.budget and c.budget.kind == kind)
+    level = tuple(Point(math.nan, y) for c, y in members if c.budget is None)[:1]
+    return Curve(series, points or level, level=not points)
 
 
 def cost_pictures(summary: Summary, styles: dict[str, Look]) -> list[Picture]:
@@ -446,8 +446,16 @@ def _short(text: str, most: int = 17) -> str:
     return text if len(text) <= most else text[: most - 1] + "\u2026"
 
 
-def _slug(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9]+", "-", text).strip("-").lower() or "task"
+def _slugs(tasks: Sequence[str]) -> dict[str, str]:
+    """Task -> part of a file name, of letters, digits and dashes; each once, and none that another picture has."""
+    found: dict[str, str] = {}
+    for task in tasks:
+        slug = stem = re.sub(r"[^A-Za-z0-9]+", "-", task).strip("-").lower() or "task"
+        number = 2
+        while slug in found.values() or slug in ("mean", "bytes", "time"):
+            slug, number = f"{stem}-{number}", number + 1
+        found[task] = slug
+    return found
 
 
 def _attribute(text: str) -> str:

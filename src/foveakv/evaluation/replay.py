@@ -81,7 +81,8 @@ def replay(recording: Recording, method: Method, **options: Any) -> CompressedCa
     cache = cache_for(recording.model, method, **options)
     columns = recording.layers[0][1].shape[2]
     with torch.inference_mode():
-        cache.begin_forward(columns, recording.prompt, None, recording.layers[0][1].element_size(), batch=1)
+        prompt = PromptMap(recording.prompt.kinds.clone(), recording.prompt.index.clone())
+        cache.begin_forward(columns, prompt, None, recording.layers[0][1].element_size(), batch=1)
         copying = 0.0
         for layer, (*recorded, scaling) in zip(cache.compressed, recording.layers, strict=True):
             began = time.perf_counter()

@@ -275,6 +275,9 @@ def write(report: Report, folder: Path) -> list[Path]:
         (folder / PLOTS).mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             store.write_whole(folder / name, text)
+        for path in (folder / PLOTS).glob("*.svg"):  # of an earlier report, with more tasks or methods
+            if f"{PLOTS}/{path.name}" not in files and path.name.startswith(("accuracy-", "static-")):
+                path.unlink()
     except OSError as error:
         raise StoreError(f"cannot write the report to {folder}: {error}") from error
     return [folder / name for name in files]
@@ -291,5 +294,5 @@ def _starts(path: Path) -> list[dict[str, object]]:
         return []
     try:
         return list(json.loads(path.read_text(encoding="utf8")).get("starts", []))
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, TypeError) as error:
         raise InputError(f"{path} is damaged: {error}; delete it to go without machine and versions") from error

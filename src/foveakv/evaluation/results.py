@@ -60,6 +60,7 @@ class Result:
     decode steps over the full cache's reply, the method alone, an accelerator waited for (None: not measured on this
     item); prefill_seconds: the method's own work after the prompt (with the model's where it reads the prompt for
     itself), on the host's clock without waiting.
+    full_token_seconds: the full cache's token_seconds, measured in turns with this one.
     details: what the method says about itself (HybridKV: `static_heads`, layers x heads of 0 and 1).
     """
 
@@ -88,6 +89,7 @@ class Result:
     hits: int = 0
     token_seconds: float | None = None
     prefill_seconds: float | None = None
+    full_token_seconds: float | None = None
     details: dict[str, Any] | None = None
     error: str | None = None
 

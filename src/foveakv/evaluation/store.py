@@ -28,6 +28,7 @@ from foveakv.errors import InputError, StoreError
 from foveakv.evaluation.plan import Key, Plan
 from foveakv.evaluation.results import Result
 
+_WHO = ("task", "item", "seed", "method", "budget", "label", "settings")
 PLAN, RUN, RESULTS, LOCK = "plan.json", "run.json", "results", ".lock"
 
 
@@ -81,6 +82,8 @@ class Store:
             self._lock.acquire(timeout=0)
         except Timeout:
             raise InputError(f"another process is running in {self.folder}; wait for it, or stop it first") from None
+        except OSError as error:
+            raise StoreError(f"cannot write to {self.folder}: {error}") from error
         try:
             self._take_over()
         except BaseException:
@@ -98,8 +101,13 @@ class Store:
         self._lock.release()
 
     def add(self, result: Result, worker: str) -> None:
-        """Writes one result, and returns once it is on the disk."""
-        line = json.dumps(result.to_dict(), ensure_ascii=False) + "\n"
+        """Writes one result, and returns once it is on the disk. What JSON cannot hold becomes an error of its own."""
+        try:
+            line = json.dumps(result.to_dict(), ensure_ascii=False, allow_nan=False) + "\n"
+        except (TypeError, ValueError) as error:
+            who = {name: getattr(result, name) for name in _WHO}
+            result = Result(**who, error=f"the result cannot be written down: {type(error).__name__}: {error}")
+            line = json.dumps(result.to_dict(), ensure_ascii=False) + "\n"
         try:
             if worker not in self._open:
                 path = self.folder / RESULTS / f"{worker}.jsonl"
@@ -128,22 +136,27 @@ class Store:
 
     def _starts(self) -> list[dict[str, Any]]:
         path = self.folder / RUN
-        return _read_json(path)["starts"] if path.exists() else []
+        starts = _read_json(path).get("starts") if path.exists() else []
+        if not isinstance(starts, list):
+            raise InputError(f"{path} is damaged; delete it to go without machine and versions")
+        return starts
 
     def _take_over(self) -> None:
         """Checks the plan, cuts off what a kill left behind, and reads what is done."""
+        if _files(self.folder) and not (self.folder / PLAN).exists():
+            raise InputError(f"{self.folder} has results and no {PLAN}; use another folder")
+        done = {result.key: result.error for result in read_results(self.folder)}
         if (self.folder / PLAN).exists():
-            conflicts = self.plan.conflicts(read_plan(self.folder))
+            older = read_plan(self.folder)
+            conflicts = self.plan.conflicts(older.holding(done)) if done else []  # only results bind a plan
             if conflicts:
                 raise InputError(
                     f"{self.folder} holds a run with another plan: {'; '.join(conflicts)}. "
                     "Add to that plan, or use another folder."
                 )
-        elif _files(self.folder):
-            raise InputError(f"{self.folder} has results and no {PLAN}; use another folder")
         for path in _files(self.folder):
             _cut_torn_line(path)
-        self.done = {result.key: result.error for result in read_results(self.folder)}
+        self.done = done
         _write_json(self.folder / PLAN, self.plan.to_dict())
 
 

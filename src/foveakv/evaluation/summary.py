@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean, median
+from typing import Any
 
 import numpy as np
 
@@ -99,8 +100,8 @@ class Cell:
 
 @dataclass(frozen=True)
 class TaskState:
-    """Whether a task can rank methods. floor: random at the smallest budget less full, paired (None: not run).
-    control: it is there to be looked at, not to rank."""
+    """Whether a task can rank methods. floor: random at the smallest budget less full, paired (None: no result).
+    control: it is there to be looked at, not to rank. floor_planned: random should have a result."""
 
     name: str
     title: str
@@ -108,6 +109,7 @@ class TaskState:
     floor: Interval | None
     floor_label: str | None
     control: bool = False
+    floor_planned: bool = False
 
     @property
     def weak(self) -> bool:
@@ -117,7 +119,7 @@ class TaskState:
     @property
     def blind(self) -> bool:
         """The full cache cannot be told from random tokens, or random tokens are even better."""
-        return self.floor is not None and not self.floor.high < 0
+        return self.floor_planned if self.floor is None else not self.floor.high < 0
 
     @property
     def ranked(self) -> bool:
@@ -130,9 +132,12 @@ class TaskState:
         found = ["a control: not used to rank"] if self.control else []
         if self.weak:
             found.append(f"full accuracy is under {FULL_AT_LEAST:.0%}: not used to rank")
-        if self.blind:
+        if self.floor is None and self.floor_planned:
+            if not self.control:
+                found.append("random has no result here, so there is no floor to check against: not used to rank")
+        elif self.blind:
             found.append("cannot tell the full cache from random: says nothing about methods, not used to rank")
-        if self.floor is None and not self.control:
+        if self.floor is None and not self.floor_planned and not self.control:
             found.append("random was not run here: there is no floor to check against")
         return found
 
@@ -143,8 +148,8 @@ class Place:
 
     rank: None for the full cache, and for a candidate that lacks one of these tasks. score: mean accuracy over all its
     items. change: relative to full on the same items, -0.05 is a loss of 5%. floor: less random at the same budget,
-    paired, as a share of facts (None: it is random, or random was not run). stored, host, time: means over tasks. missing:
-    ranking tasks without a result. short: tasks with fewer items than planned.
+    paired, as a share of facts (None: it is random, or random was not run). stored, host, time: means over tasks.
+    missing: ranking tasks without a result. short: tasks with fewer items than planned.
     """
 
     rank: int | None
@@ -220,7 +225,8 @@ class Summary:
         controls: Collection[str] = (),
     ) -> None:
         self.plan = plan
-        self.results = list(results)
+        # One order, whatever file and place a result stands in: bootstrap draws follow it.
+        self.results = sorted(results, key=lambda result: (result.task, result.seed, result.item, result.label))
         self.titles = titles or {}
         self.controls = frozenset(controls)
         seen = {result.label: Candidate.of(result.label, result.method, result.budget) for result in self.results}
@@ -229,6 +235,7 @@ class Summary:
             seen.get(entry.label) or Candidate.of(entry.label, entry.method, entry.settings.get("budget"))
             for entry in plan.entries
         ] + [candidate for label, candidate in seen.items() if label not in order]
+        self.candidates = _told_apart(self.candidates, {entry.label: entry.settings for entry in plan.entries})
         self.tasks = list(dict.fromkeys([*plan.tasks, *(result.task for result in self.results)]))
         self._good: dict[tuple[str, str], dict[Hashable, Result]] = {}
         self._failed: Counter[tuple[str, str]] = Counter()
@@ -337,9 +344,9 @@ class Summary:
         scores = self.scores(task, label)
         both = [(r, full[r.item, r.seed]) for r in good if (r.item, r.seed) in full]
         times = [
-            r.token_seconds / other.token_seconds
+            r.token_seconds / beside
             for r, other in both
-            if r.token_seconds is not None and other.token_seconds
+            if r.token_seconds is not None and (beside := r.full_token_seconds or other.token_seconds)
         ]
         scored = [r for r in good if r.kl is not None and r.scored]
         tokens = sum(r.scored for r in scored)
@@ -376,6 +383,7 @@ class Summary:
             floor=paired(self.scores(task, floor.label), full) if floor else None,
             floor_label=floor.label if floor else None,
             control=task in self.controls,
+            floor_planned=bool(floors),
         )
 
     def _board(self, budget: Budget | None) -> Board:
@@ -415,6 +423,20 @@ class Summary:
 
     def _pair(self, task: str, one: Candidate, other: Candidate) -> Floats:
         return strata.common([self.scores(task, one.label), self.scores(task, other.label)])
+
+
+def _told_apart(candidates: Sequence[Candidate], settings: Mapping[str, Mapping[str, Any]]) -> list[Candidate]:
+    """A series is one method with one set of settings, once at every budget. Where it is not, labels are the names."""
+    groups: dict[str, list[Candidate]] = {}
+    for candidate in candidates:
+        groups.setdefault(candidate.series, []).append(candidate)
+    mixed = set()
+    for series, members in groups.items():
+        own = [{k: v for k, v in settings.get(c.label, {}).items() if k != "budget"} for c in members]
+        one = all((c.method, other) == (members[0].method, own[0]) for c, other in zip(members, own, strict=True))
+        if not one or len({c.place for c in members}) < len(members):
+            mixed.add(series)
+    return [replace(c, series=c.label) if c.series in mixed else c for c in candidates]
 
 
 def _order(row: Place) -> tuple[bool, bool, float, str]:

@@ -252,7 +252,8 @@ def leaderboard_json(summary: Summary) -> dict[str, Any]:
                         "rank": row.rank, "label": row.candidate.label, "method": row.candidate.method,
                         "accuracy": _plain(row.score), "relative_change": _interval(row.change),
                         "above_random": _interval(row.floor), "items": row.n, "stored_share": _plain(row.stored),
-                        "host_bytes": _plain(row.host), "time_ratio": _plain(row.time), "missing": list(row.missing), "incomplete": list(row.short),
+                        "host_bytes": _plain(row.host), "time_ratio": _plain(row.time),
+                        "missing": list(row.missing), "incomplete": list(row.short),
                     }
                     for row in board.rows
                 ],

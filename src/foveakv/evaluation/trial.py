@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from foveakv.cache import CompressedCache
 from foveakv.compare import Candidate, StepClock
-from foveakv.errors import UnsupportedModeError
+from foveakv.errors import MethodError, UnsupportedModeError
 from foveakv.evaluation.agreement import Agreement, add
 from foveakv.evaluation.grading import grade
 from foveakv.evaluation.items import Item
@@ -34,6 +35,8 @@ T = TypeVar("T")
 
 TIMED = 8
 """Decode steps whose median is a method's time per token."""
+FULL_PLACE = -1
+"""Stands for the full cache among the places of methods."""
 
 
 @dataclass
@@ -98,20 +101,26 @@ class Bench:
                 took = seconds.get(i)
                 if isinstance(took, Exception):
                     raise took
-                yield self._result(prompt, full, candidate, found, agreement, took)
+                beside = seconds.get(FULL_PLACE)
+                yield self._result(
+                    prompt, full, candidate, found, agreement, took, None if isinstance(beside, Exception) else beside
+                )
             except Exception as error:  # a method may raise anything; the others go on
                 yield self._failed(item, candidate, error)
 
     def _times(
         self, prompt: _Prompt, full: _Talk, methods: Sequence[Method], talks: Sequence[_Talk | Exception]
     ) -> dict[int, float | Exception | None]:
-        """Seconds per token of the methods that have not failed, by their places; empty where an item is not timed."""
+        """Seconds per token of the methods that have not failed, by their places, and of the full cache beside them by
+        `FULL_PLACE`; empty where an item is not timed."""
         if not self.time_every or prompt.item.number % self.time_every:
             return {}
-        good = [i for i, talk in enumerate(talks) if isinstance(talk, _Talk)]
+        good = [FULL_PLACE, *(i for i, talk in enumerate(talks) if isinstance(talk, _Talk) and methods[i].name != FULL)]
+        own = [prompt.full if i == FULL_PLACE else methods[i] for i in good]
         reply = full.replies[0]
-        times = _each(good, lambda places: prompt.token_seconds([methods[good[i]] for i in places], reply))
-        return dict(zip(good, times, strict=True))
+        times = _each(good, lambda places: prompt.token_seconds([own[i] for i in places], reply))
+        found = dict(zip(good, times, strict=True))
+        return {**found, **{i: found[FULL_PLACE] for i, method in enumerate(methods) if method.name == FULL}}
 
     def _result(
         self,
@@ -121,8 +130,11 @@ class Bench:
         talk: _Talk,
         agreement: Agreement,
         token_seconds: float | None,
+        full_token_seconds: float | None,
     ) -> Result:
         item, report = prompt.item, talk.report
+        if agreement.kl is not None and not math.isfinite(agreement.kl):
+            raise MethodError("the logits are no numbers; the method has spoilt keys or values")
         if report is None:
             raise UnsupportedModeError(f"item {item.number} of {item.task} has no turn")
         turns = tuple(
@@ -151,6 +163,7 @@ class Bench:
             hits=sum(layer.hits for layer in report.layers),
             token_seconds=token_seconds,
             prefill_seconds=talk.cache.prefill_seconds,
+            full_token_seconds=full_token_seconds,
             details=_details(talk.cache),
         )
 

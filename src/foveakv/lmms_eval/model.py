@@ -19,7 +19,7 @@ from lmms_eval.protocol import ChatMessages
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 import foveakv
-from foveakv import compat
+from foveakv import compat, files
 from foveakv.errors import InputError, UnsupportedModeError
 from foveakv.lmms_eval import arguments
 from foveakv.lmms_eval.prompts import batch_inputs
@@ -74,6 +74,8 @@ class FoveaKV(Huggingface):
         self.arguments = arguments.parse(method, budget, settings, named)
         if pretrained is None:
             raise InputError("say which model: --model_args pretrained=Qwen/Qwen2.5-VL-7B-Instruct,...")
+        if report is not None:
+            files.check_output_files(Path(report))  # before hours of answers, not after them
         self.batch_size_per_gpu = _whole(batch_size)
         self.accelerator = Accelerator()
         self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes

@@ -58,7 +58,15 @@ def get(name: str, **options: Any) -> Method:
         if option not in fields:
             known = ", ".join(fields) or "none"
             raise MethodError(f"{name} has no option {option!r}{near(option, fields)}; its options: {known}")
+    needed = [f.name for f in dataclasses.fields(cls) if f.init and not _has_default(f)]
+    missing = [option for option in needed if option not in options]
+    if missing:
+        raise MethodError(f"{name} needs a value for {missing[0]!r}, which has no default")
     return cls(**options)
+
+
+def _has_default(field: dataclasses.Field[Any]) -> bool:
+    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
 
 
 def register(cls: type[Method]) -> type[Method]:

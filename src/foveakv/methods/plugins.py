@@ -32,14 +32,18 @@ def load_file(path: str | PathLike[str]) -> list[str]:
         raise MethodError(f"{file} is no Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
+    before = dict(methods._REGISTERED)
     try:
         spec.loader.exec_module(module)
         if not _of(name):
             raise MethodError(f"{file} registers no method; put @foveakv.methods.register above its class")
+        taken = [each for each in _of(name) if each in before]
+        if taken:
+            raise MethodError(f"{file} registers {taken[0]!r}, which another file has registered; choose another name")
     except Exception as error:
         del sys.modules[name]
-        for registered in _of(name):
-            del methods._REGISTERED[registered]
+        methods._REGISTERED.clear()
+        methods._REGISTERED.update(before)
         if isinstance(error, MethodError):
             raise
         raise MethodError(f"{file} failed: {type(error).__name__}: {error}") from error
