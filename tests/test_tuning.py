@@ -123,7 +123,7 @@ def write(folder: Path, *lines: str) -> Path:
 def test_prompts_of_a_folder(tmp_path: Path) -> None:
     both = {"prompt": "what differs?", "images": ["picture0.png", "picture1.png"]}
     first, second = read_prompts(write(tmp_path / "p", json.dumps(both), "", json.dumps({"prompt": "hello"})), 9)
-    assert first.turns[0].text == "<image><image>what differs?"
+    assert first.turns[0].text == "what differs?"
     assert len(first.images) == 2
     assert (second.turns[0].text, second.turns[0].max_new_tokens) == ("hello", 9)
 

@@ -16,7 +16,7 @@ from foveakv.evaluation.bootstrap import Interval, interval
 from foveakv.evaluation.items import Item, Turn
 from foveakv.evaluation.lines import prompt_of, read_lines
 from foveakv.evaluation.results import does_not_apply
-from foveakv.inputs import PLACEHOLDER, read_image
+from foveakv.inputs import read_image
 
 if TYPE_CHECKING:
     from foveakv.evaluation.results import Result
@@ -89,8 +89,6 @@ def read_prompts(folder: Path, max_new_tokens: int = 64) -> list[Item]:
     def item(number: int, entry: dict[str, Any]) -> Item:
         text, names = prompt_of(entry)
         images = tuple(read_image(folder / name) for name in names)
-        if images and PLACEHOLDER not in text:
-            text = PLACEHOLDER * len(images) + text
         return Item("prompts", number, 0, images, (Turn(text, (), max_new_tokens=max_new_tokens),))
 
     return read_lines(folder / "prompts.jsonl", item, ("prompt", "images"), '{"prompt": "...", "images": ["a.png"]}')

@@ -170,7 +170,8 @@ class FoveaKV(Huggingface):
             report = session.report if session is not None else None
         fresh = output[:, length:]
         pad = self._tokenizer.pad_token_id if self._tokenizer.pad_token_id is not None else self.eot_token_id
-        counts = [int((row != pad).sum()) for row in fresh]
+        ends = int(pad == self._tokenizer.eos_token_id)  # then the end of an answer looks like padding, and counts
+        counts = [min(len(row), int((row != pad).sum()) + ends) for row in fresh]
         self.records.add(
             {"task": batch[0][4], "split": batch[0][5], "doc_ids": [request[3] for request in batch]},
             {"prompt_tokens": length, "new_tokens": counts, "seconds": took},
@@ -193,8 +194,8 @@ def generation(kwargs: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     sampled = (kwargs.get("temperature") or 0) > 0
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     settings = {
-        "max_new_tokens": kwargs.get("max_new_tokens", MAX_NEW_TOKENS),
-        "num_beams": kwargs.get("num_beams", 1),
+        "max_new_tokens": kwargs.get("max_new_tokens") or MAX_NEW_TOKENS,
+        "num_beams": kwargs.get("num_beams") or 1,
         "do_sample": sampled,
         "pad_token_id": pad,
     }
