@@ -14,13 +14,10 @@ from foveakv import compat
 from foveakv.compare import (
     BASELINE,
     Candidate,
-    StepClock,
     agreement,
     candidates,
     compare,
     kept_share,
-    one_line,
-    printable,
     storage_nbytes,
 )
 from foveakv.errors import BudgetError, InputError, MethodError
@@ -28,6 +25,8 @@ from foveakv.methods import Method
 from foveakv.methods.base import PrefillView
 from foveakv.methods.full import Full
 from foveakv.session import compress
+from foveakv.texts import one_line, printable
+from foveakv.timing import StepClock
 
 
 @dataclass

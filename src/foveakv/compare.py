@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import textwrap
-import time
-import unicodedata
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from statistics import median
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from foveakv import compat, environment
@@ -21,6 +17,8 @@ from foveakv.errors import FoveaKVError, InputError, MethodError
 from foveakv.methods import Method, find, get
 from foveakv.methods.full import Full
 from foveakv.session import compress
+from foveakv.texts import one_line, size_text
+from foveakv.timing import StepClock
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -243,46 +241,6 @@ def storage_nbytes(cache: Any) -> int:
     return sum(layer_nbytes(layer) for layer in cache.layers)
 
 
-class StepClock:
-    """Times every forward pass of a model, from before the first hook to after the last; synchronises accelerators."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.seconds: list[float] = []
-
-    def __enter__(self) -> StepClock:
-        self._handles = [
-            self.model.register_forward_pre_hook(self._start, prepend=True),
-            self.model.register_forward_hook(self._stop),
-        ]
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    @property
-    def prefill_seconds(self) -> float:
-        return self.seconds[0] if self.seconds else 0.0
-
-    @property
-    def token_seconds(self) -> float | None:
-        return median(self.seconds[1:]) if len(self.seconds) > 1 else None
-
-    def _now(self) -> float:
-        if self.model.device.type != "cpu":
-            torch.accelerator.synchronize()
-        return time.perf_counter()
-
-    def _start(self, *unused: Any) -> None:
-        self._started = self._now()
-
-    def _stop(self, *unused: Any) -> None:
-        self.seconds.append(self._now() - self._started)
-
-
 class _Runner:
     """Runs the prompt once, with or without a method, and measures it."""
 
@@ -417,21 +375,3 @@ def _milliseconds(seconds: float) -> str:
 
 def _ratio(value: float, reference: float | None) -> str:
     return f"{value / reference:4.0%}" if reference else ""
-
-
-def printable(text: str) -> str:
-    """Without control characters, which a model may write and a terminal would obey; line breaks and tabs stay."""
-    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
-
-
-def one_line(text: str) -> str:
-    return " ".join(printable(text).split())
-
-
-def size_text(size: float) -> str:
-    """12.3 MB and the like, powers of ten."""
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.2f} GB"

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from foveakv.compare import BASELINE, Comparison, Row, one_line, size_text
+from foveakv.compare import BASELINE, Comparison, Row
 from foveakv.errors import InputError, MissingDependencyError
 from foveakv.patches import image_columns, patch_grid
+from foveakv.texts import one_line, size_text
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

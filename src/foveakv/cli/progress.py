@@ -11,7 +11,7 @@ from transformers import TextStreamer
 
 from foveakv import compat
 from foveakv.cli.common import messages
-from foveakv.compare import printable
+from foveakv.texts import printable
 
 
 class PrefillBar:

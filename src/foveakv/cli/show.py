@@ -105,7 +105,7 @@ def show(
 
 
 def _print(result: Any, images: Any, answer: str, task: prompts.Task) -> None:
-    from foveakv.compare import printable
+    from foveakv.texts import printable
 
     table = Table(title="share of each picture's patches that is kept", title_justify="left", box=box.SIMPLE_HEAD)
     for i, name in enumerate(["", *task.captions]):

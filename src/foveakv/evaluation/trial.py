@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from foveakv.cache import CompressedCache
-from foveakv.compare import Candidate, StepClock
+from foveakv.compare import Candidate
 from foveakv.errors import MethodError, UnsupportedModeError
 from foveakv.evaluation.agreement import Agreement, add
 from foveakv.evaluation.grading import grade
@@ -30,6 +30,7 @@ from foveakv.methods.full import Full
 from foveakv.methods.random import Random
 from foveakv.models import Loaded
 from foveakv.report import Report
+from foveakv.timing import StepClock
 
 T = TypeVar("T")
 
