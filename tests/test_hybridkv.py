@@ -302,6 +302,7 @@ def test_a_second_turn_retrieves_for_all_its_tokens(backend: str) -> None:
         {**MIXED, "type_level": False},
         {**MIXED, "head_level": False},
         {**MIXED, "rounding": "nearest"},
+        {**MIXED, "spend_rest": True},
         {**MIXED, "store": "device"},
         {**MIXED, "store": "disk"},
         {**MIXED, "budget": 0.1},
@@ -438,6 +439,7 @@ def test_double_precision_copies_chunks() -> None:
 @pytest.mark.parametrize(
     "options",
     [{}, {"theta_quantile": 0.4}, {"theta_quantile": 0.4, "rounding": "nearest"}, {"classify": "all_dynamic"},
+     {"theta_quantile": 0.4, "spend_rest": True},
      {"classify": "all_static"}, {"theta_quantile": 0.7, "type_level": False}, {"theta_quantile": 0.2, "rho": 3.0}],
 )  # fmt: skip
 def test_budgets_are_never_exceeded(budget: Any, options: dict[str, Any]) -> None:
@@ -456,6 +458,18 @@ def test_budgets_are_never_exceeded(budget: Any, options: dict[str, Any]) -> Non
                 held += store.chosen_slots
             assert torch.equal(held, state["slots"][:, layer.ordinal])
             assert layer.stored_slots == int((held + 1).sum())
+
+
+def test_the_rest_of_rounding_down_goes_to_static_heads() -> None:
+    left, spent = (
+        run(HybridKV(budget=0.35, theta_quantile=0.4, window=4, spend_rest=spend), prompt(), max_new_tokens=2)[2]
+        for spend in (False, True)
+    )
+    left, spent = (session.cache.state["hybridkv"] for session in (left, spent))
+    static = left["static"]
+    assert torch.equal(spent["static"], static)
+    assert torch.equal(spent["budgets"][~static], left["budgets"][~static])
+    assert int(left["budgets"].sum()) < int(spent["budgets"].sum()) == int(spent["total"])
 
 
 def test_one_decode_step_with_a_budget_smaller_than_a_chunk_keeps_the_newest() -> None:

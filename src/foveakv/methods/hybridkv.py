@@ -71,7 +71,9 @@ class HybridKV(Method):
         k_ratio: k of the head score as a share of the prompt.
         text_rows: "after_visual" (text behind the first visual token) or "all".
         max_text_rows: rows that the head score uses at most: the last ones, and evenly spaced ones before.
-        rounding: of dynamic budgets to a power of two, "down" or "nearest" (the paper's).
+        rounding: of dynamic budgets to a power of two, "down" or "nearest" (the paper's). The sum of all budgets holds
+            either way: what "nearest" rounds up, static heads pay.
+        spend_rest: give what rounding down frees to the static heads; False leaves it unspent.
         min_budget: slots that every head is assured of where the total allows it; None = `window`.
         store: where dynamic heads' chunks lie: "host", "device" (saves no memory) or "disk" (a file).
         store_dir: directory of that file; None = the system's temporary directory, which may itself lie in memory.
@@ -96,6 +98,7 @@ class HybridKV(Method):
     text_rows: Literal["after_visual", "all"] = "after_visual"
     max_text_rows: int = 64
     rounding: Literal["down", "nearest"] = "down"
+    spend_rest: bool = False
     min_budget: int | None = None
     store: Place = "host"
     store_dir: str | None = None
@@ -128,7 +131,7 @@ class HybridKV(Method):
             whole_number(self.name, "min_budget", self.min_budget, 1, "or None: the window")
         for option, known in _CHOICES.items():
             choice(self.name, option, getattr(self, option), known)
-        for option in ("head_level", "type_level", "count_digests"):
+        for option in ("head_level", "type_level", "spend_rest", "count_digests"):
             flag(self.name, option, getattr(self, option))
         if self.store_dir is not None and self.store != "disk":
             raise MethodError(f'hybridkv: store_dir is used by store="disk" only; this one has store={self.store!r}')
@@ -185,7 +188,7 @@ class HybridKV(Method):
             allocate_heads(
                 scores[b], static[b], context, totals[b], self.rho, self.alpha,
                 min_budget=minimum, chunk=context % self.chunk_size + self.chunk_size, rounding=self.rounding,
-                head_level=self.head_level, type_level=self.type_level,
+                head_level=self.head_level, type_level=self.type_level, spend_rest=self.spend_rest,
             )
             for b, context in enumerate(prompt.lengths.tolist())
         ]  # fmt: skip
