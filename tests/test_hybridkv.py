@@ -625,6 +625,6 @@ def test_presets() -> None:
         False,
         0.2,
     )
-    assert (small.theta_quantile, small.window) == (0.7, 8)
+    assert (small.theta_quantile, small.window, small.chunk_size, small.digest_dtype) == (0.7, 8, 4, "int8")
     with pytest.raises(MethodError, match="paper, small"):
         HybridKV.preset("large")

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 PRESETS: dict[str, dict[str, Any]] = {
     # What the paper states for its models; the power of two is the nearest, and digests come on top of the budget.
     "paper": {"theta": 0.9, "rho": 0.75, "chunk_size": 8, "rounding": "nearest", "count_digests": False},
-    # For small models and prompts of some hundred tokens, where nearly all heads lie above 0.9 (docs/evidence.md).
-    "small": {"theta_quantile": 0.7, "window": 8},
+    # For small models and prompts of some hundred tokens (docs/evidence.md): nearly all heads lie above 0.9, questions
+    # are shorter than 32 tokens, pictures are few tokens wide, and digests of float32 eat a small budget.
+    "small": {"theta_quantile": 0.7, "window": 8, "chunk_size": 4, "digest_dtype": "int8"},
 }
 
 
