@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from foveakv import methods
-from foveakv.cli.settings import _choices, field_types
-from foveakv.errors import FoveaKVError
+from foveakv.cli.settings import _choices, build_method, field_types
+from foveakv.errors import FoveaKVError, MethodError
 
 WHOLE = [2.5, math.nan, "many", True, [1], -1]
 NUMBER = [math.nan, math.inf, "half", [0.5], -1]
@@ -39,3 +39,14 @@ CASES = [
 def test_wrong_values_are_refused(name: str, option: str, value: Any) -> None:
     with pytest.raises(FoveaKVError, match=option):
         methods.get(name, **{option: value})
+
+
+def test_presets_go_by_name_and_options_change_them() -> None:
+    method = build_method("hybridkv", "0.2", ["preset=small", "window=4"])
+    assert (method.theta_quantile, method.chunk_size, method.window, method.budget) == (0.7, 4, 4, 0.2)
+    with pytest.raises(MethodError, match="no preset 'huge'"):
+        build_method("hae", None, ["preset=huge"])
+    with pytest.raises(MethodError, match="snapkv has no option 'preset'"):
+        build_method("snapkv", None, ["preset=small"])
+    with pytest.raises(MethodError, match="snapkv has no presets"):
+        methods.get("snapkv", preset="small")

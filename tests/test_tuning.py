@@ -67,6 +67,12 @@ def test_a_few_tokens_without_a_loss_prove_little() -> None:
     assert many.best is many.tried[0]
 
 
+def test_replies_of_one_token_leave_nothing_to_judge() -> None:
+    (found,) = tune(Fake({0.5: [0.0] * 4}, scored=0), PROMPTS, ["snapkv"], budgets=[0.5])
+    assert found.nothing_judged
+    assert not found.too_few
+
+
 def test_prompts_that_a_method_does_not_apply_to_are_left_out() -> None:
     class Some(Fake):
         def run(self, item: Item, candidates: Sequence[Any]) -> Iterator[Result]:

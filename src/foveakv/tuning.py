@@ -61,6 +61,11 @@ class Tuned:
     most: float
 
     @property
+    def nothing_judged(self) -> bool:
+        """No reply left a token to judge, and nothing failed: answers of one token, or none."""
+        return self.best is None and not any(tried.errors or tried.scored for tried in self.tried)
+
+    @property
     def too_few(self) -> bool:
         """No budget held, though the largest lost no more than `most` and failed nowhere: its bound is too wide."""
         first = self.tried[0]

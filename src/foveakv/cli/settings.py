@@ -38,7 +38,7 @@ def parse_budget_text(name: str, text: str) -> float | int | str:
 
 def parse_assignments(name: str, assignments: Sequence[str]) -> dict[str, Any]:
     """["theta=0.85", ...] -> {"theta": 0.85, ...} by the types of the method's fields."""
-    known, options = field_types(find(name)), {}
+    known, options = option_types(find(name)), {}
     for assignment in assignments:
         key, equals, value = assignment.partition("=")
         key = key.strip()
@@ -90,6 +90,11 @@ def field_types(cls: type[Method]) -> dict[str, Any]:
     """The settings of a method and their declared types."""
     hints = typing.get_type_hints(cls)
     return {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}
+
+
+def option_types(cls: type[Method]) -> dict[str, Any]:
+    """The settings of a method, and `preset` where it has settings that go together."""
+    return {**field_types(cls), **({"preset": str} if hasattr(cls, "preset") else {})}
 
 
 def parse_value(key: str, kind: Any, text: str) -> Any:
@@ -146,5 +151,5 @@ def _read(kind: Any, text: str) -> tuple[bool, Any]:
 
 
 def _options_of(name: str) -> str:
-    known = list(field_types(find(name)))
+    known = list(option_types(find(name)))
     return f"; its options: {', '.join(known)}" if known else "; it has no options"

@@ -95,7 +95,12 @@ def _print(found: Sequence[Tuned], prompts: int, few: int) -> None:
             out.print(f"[bold red]failed:[/bold red] {escape(f'{tuned.method}: {error}')}", soft_wrap=True)
     for tuned in found:
         line = tuned.config() or f"# {tuned.method}: no budget keeps the loss within {tuned.most:.2%}"
-        if tuned.too_few:
+        if tuned.nothing_judged:
+            line = (
+                f"# {tuned.method}: no reply has a token to judge, since the first one sees the whole prompt; "
+                "use prompts with longer answers"
+            )
+        elif tuned.too_few:
             line = (
                 f"# {tuned.method}: too few tokens to tell. {tuned.tried[0].scored:,} were judged; a bound of "
                 f"{tuned.most:.2%} takes {math.ceil(3.69 / tuned.most):,} without a loss, of two or more prompts"

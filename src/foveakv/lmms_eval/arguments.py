@@ -8,7 +8,7 @@ from typing import Any
 
 from foveakv.budget import parse_budget
 from foveakv.cache import check_options
-from foveakv.cli.settings import field_types, parse_value
+from foveakv.cli.settings import option_types, parse_value
 from foveakv.errors import MethodError
 from foveakv.methods import Method, available, find, get, near
 
@@ -78,7 +78,7 @@ def parse(method: Any, budget: Any, settings: Mapping[str, Any], named: list[str
 
 
 def _build(name: str, options: Mapping[str, str]) -> Method:
-    known, values = field_types(find(name)), {}
+    known, values = option_types(find(name)), {}
     for key, text in options.items():
         if key not in known:
             raise MethodError(f"{name} has no option {key!r}{near(key, list(known))}; its options: {_listed(known)}")
@@ -89,7 +89,7 @@ def _build(name: str, options: Mapping[str, str]) -> Method:
 
 
 def _unknown(key: str, method: str, known: list[str]) -> str:
-    if method != PLAIN and key in field_types(find(method)):
+    if method != PLAIN and key in option_types(find(method)):
         return f"{key!r} is an option of {method}: write method.{key}=..."
     return f"--model_args has no argument {key!r}{near(key, known)}; arguments: {', '.join(known)}"
 

@@ -51,13 +51,22 @@ def find(name: str) -> type[Method]:
 
 
 def get(name: str, **options: Any) -> Method:
-    """A method by name with its options; unknown options raise `MethodError` with the nearest option."""
+    """A method by name with its options; unknown options raise `MethodError` with the nearest option.
+
+    `preset` names settings that go together, which the options change: `get("hybridkv", preset="small", budget=0.1)`.
+    """
     cls = find(name)
     fields = [f.name for f in dataclasses.fields(cls) if f.init]
+    preset = options.pop("preset", None) if "preset" not in fields else None
     for option in options:
         if option not in fields:
             known = ", ".join(fields) or "none"
             raise MethodError(f"{name} has no option {option!r}{near(option, fields)}; its options: {known}")
+    if preset is not None:
+        if not hasattr(cls, "preset"):
+            raise MethodError(f"{name} has no presets; give it options: {', '.join(fields) or 'none'}")
+        made: Method = cls.preset(preset, **options)
+        return made
     needed = [f.name for f in dataclasses.fields(cls) if f.init and not _has_default(f)]
     missing = [option for option in needed if option not in options]
     if missing:
