@@ -31,8 +31,8 @@ def block() -> str:
             ] = None
     if parts:
         parts.append(
-            f"{'; '.join(machines)}; medians, which hide HAE's evictions (one in 64 steps). All figures, by means too, with plots and with what was aimed for: "
-            "[docs/performance.md](docs/performance.md)."
+            f"{'; '.join(machines)}; medians, which hide HAE's evictions (one in 64 steps). All figures, by means too, "
+            "with plots and with what was aimed for: [docs/performance.md](docs/performance.md)."
         )
     return "\n\n".join(parts)
 
