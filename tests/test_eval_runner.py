@@ -171,6 +171,21 @@ def test_a_bench_that_gives_too_little_is_noted(tmp_path: Path, log: Path) -> No
     assert {result.error for result in read_results(tmp_path / "run")} == {"the bench gave no result"}
 
 
+def test_what_cannot_be_written_down_is_a_failure_that_counts(tmp_path: Path, log: Path) -> None:
+    class Babbling(fake_bench.FakeBench):
+        def run(self, item: Any, candidates: Any) -> Iterator[Result]:
+            for result in super().run(item, candidates):
+                yield replace(result, details={"x": object()}) if result.method == "hae" else result
+
+    plan = fake_bench.plan(log, 1)
+    status = run(plan, tmp_path / "run", factory=lambda plan: Babbling(str(log)))
+    failed = [result for result in read_results(tmp_path / "run") if result.error]
+    assert status.failed == len(failed) == 4
+    assert {result.method for result in failed} == {"hae"}
+    assert "cannot be written down: TypeError" in (failed[0].error or "")
+    assert run(plan, tmp_path / "run", factory=fake_bench.make_none) == status
+
+
 def test_mistakes(tmp_path: Path, log: Path) -> None:
     plan = fake_bench.plan(log)
     with pytest.raises(InputError, match="at least one worker"):

@@ -196,25 +196,6 @@ class Fails(Method):
 
 
 @dataclass
-class Babbles(Method):
-    """Says something about itself that no file can hold."""
-
-    name: ClassVar[str] = "babbles"
-
-    def prefill(self, view: Any) -> None:
-        return None
-
-    def summary(self, cache: Any) -> dict[str, Any]:
-        return {"scores": torch.zeros(2)}
-
-
-def test_what_cannot_be_written_down_is_an_error_of_its_method(loaded: Loaded, item: Item) -> None:
-    first, second = Bench(loaded).run(item, [Candidate("babbles", Babbles()), *candidates(["full"])])
-    assert "TypeError: Object of type Tensor is not JSON serializable" in (first.error or "")
-    assert second.error is None
-
-
-@dataclass
 class Spoils(Method):
     """Stores values that are no numbers."""
 

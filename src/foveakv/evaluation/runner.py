@@ -111,8 +111,7 @@ def run(
 
             source = over_ray(plan, units, factory, store.add_machine, workers, ray_address)
         for worker, result in source:
-            store.add(result, worker)
-            tally.add(result)
+            tally.add(store.add(result, worker))
             if progress is not None:
                 progress(tally.status())
         return tally.status()

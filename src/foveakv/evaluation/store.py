@@ -100,8 +100,8 @@ class Store:
         self._open = {}
         self._lock.release()
 
-    def add(self, result: Result, worker: str) -> None:
-        """Writes one result, and returns once it is on the disk. What JSON cannot hold becomes an error of its own."""
+    def add(self, result: Result, worker: str) -> Result:
+        """Writes one result, and returns what is on the disk: what JSON cannot hold becomes an error of its own."""
         try:
             line = json.dumps(result.to_dict(), ensure_ascii=False, allow_nan=False) + "\n"
         except (TypeError, ValueError) as error:
@@ -120,6 +120,7 @@ class Store:
         except OSError as error:
             raise StoreError(f"cannot write to {self.folder / RESULTS}: {error}") from error
         self.done[result.key] = result.error
+        return result
 
     def add_start(self, workers: int) -> None:
         """Notes in run.json that the run starts, or goes on, now."""
