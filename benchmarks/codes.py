@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 import foveakv
-from foveakv import compat
-from foveakv.embedded import sample_prompt
-from foveakv.inputs import build_inputs
+from foveakv.engines.transformers import compat
+from foveakv.models.embedded import sample_prompt
+from foveakv.models.inputs import build_inputs
 
 SETTINGS: list[dict[str, Any]] = [
-    {"kv_dtype": kind, "exact_window": window} for kind in ("int8", "int4") for window in (32, 0)
+    {"kv_dtype": kind, "residual_length": window} for kind in ("int8", "int4") for window in (32, 0)
 ]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from foveakv import environment
+from foveakv.evaluation import environment
 from foveakv.methods import Method
 
 RESULTS = Path(__file__).parent / "results"

@@ -122,8 +122,8 @@ def card_inputs(processor: Any, model: Any, tokens: int) -> dict[str, Any]:
     """
     from PIL import Image
 
-    from foveakv.embedded.samples import FOLDER
-    from foveakv.inputs import build_inputs
+    from foveakv.models.embedded.samples import FOLDER
+    from foveakv.models.inputs import build_inputs
 
     kinds = json.loads((FOLDER / "samples.json").read_text(encoding="utf8"))
     cards = [card for group in zip(*kinds.values(), strict=False) for card in group]

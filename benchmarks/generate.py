@@ -24,8 +24,8 @@ from benchmarks import decoders
 from benchmarks.common import Recorder, seeded, spread
 from benchmarks.layers import QUESTION, dtype_of, fill, prompt
 from benchmarks.methods import at_budget
-from foveakv import compat
-from foveakv.compare import storage_nbytes
+from foveakv.engines.transformers import compat
+from foveakv.evaluation.compare import storage_nbytes
 from foveakv.methods import Method
 
 BY = ("model", "context", "method")
@@ -241,7 +241,7 @@ class Ours(Side):
 
     @property
     def hit_rate(self) -> float | None:
-        from foveakv.report import Report
+        from foveakv.engines.transformers.report import Report
 
         return Report.of(self.cache).hit_rate
 

@@ -74,9 +74,9 @@ def correctness(bench: Bench) -> Iterator[dict[str, Any]]:
         want = reference.attend(query.double(), exact, dim**-0.5, mask, True, True)
         row: dict[str, Any] = {"dtype": name, "dim": dim, "runs": kind, "q": q, "mask": share}
         for backend in ("triton", "blocks"):
-            got = kernels.attend(query, runs, dim**-0.5, mask, need_mass=True, need_lse=True, backend=backend)
+            got = kernels.attend(query, runs, dim**-0.5, mask, need_attention_sum=True, need_lse=True, backend=backend)
             row[f"{backend}_ok"] = True
-            for what in ("out", "mass", "lse"):
+            for what in ("out", "attention_sum", "lse"):
                 mine, truth = getattr(got, what).double(), getattr(want, what)
                 row[f"{backend}_ok"] &= torch.allclose(mine, truth, rtol=TOLERANCE[name], atol=TOLERANCE[name])
                 row[f"{backend}_{what}_error"] = float((mine - truth).nan_to_num(0).abs().max())  # -inf of empty runs

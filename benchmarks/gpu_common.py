@@ -62,7 +62,7 @@ class Bench:
         self.write()
 
     def write(self) -> None:
-        from foveakv import environment
+        from foveakv.evaluation import environment
 
         self.out.parent.mkdir(parents=True, exist_ok=True)
         machine = environment.describe(seed=0)

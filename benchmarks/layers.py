@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foveakv.cache import CompressedCache
+from foveakv.core.prompt import IMAGE, TEXT, PromptMap
+from foveakv.engines.transformers.cache import CompressedCache
 from foveakv.memory.chunks import ChunkStore
 from foveakv.methods import Method
-from foveakv.prompt import IMAGE, TEXT, PromptMap
 
 QUESTION = 128  # text tokens behind the image, for benchmarks of what follows the prompt
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -10,7 +10,7 @@ import torch
 from benchmarks.common import Recorder
 from benchmarks.layers import Driver, dtype_of, peaked, shape_of
 from benchmarks.methods import at_budget
-from foveakv.report import Report
+from foveakv.engines.transformers.report import Report
 
 BY = ("geometry", "context", "budget", "method")
 

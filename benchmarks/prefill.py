@@ -24,7 +24,8 @@ from benchmarks.common import Recorder, clock, spread
 from benchmarks.decoders import qwen, qwen_inputs, visual_tokens
 from benchmarks.layers import dtype_of
 from benchmarks.methods import at_budget
-from foveakv import compat, methods
+from foveakv import methods
+from foveakv.engines.transformers import compat
 from foveakv.methods import Method
 
 BY = ("part", "context", "method")

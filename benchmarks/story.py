@@ -15,10 +15,10 @@ import foveakv
 from benchmarks.common import Recorder, spread
 from benchmarks.generate import inputs_for, load
 from benchmarks.layers import dtype_of
-from foveakv import compat
-from foveakv.compare import storage_nbytes
+from foveakv.engines.transformers import compat
+from foveakv.evaluation.compare import storage_nbytes
 from foveakv.methods import Method, get
-from foveakv.timing import StepClock
+from foveakv.util.timing import StepClock
 
 BY = ("model", "context", "method")
 PAPER = {"r": 0.0005, "alpha": 0.0005}  # the paper's thresholds for stories

@@ -20,7 +20,7 @@ from common import Pool, load_towers, read_pools
 from tokenizers import Tokenizer
 from torch import nn
 
-from foveakv.embedded.network import Adapter
+from foveakv.models.embedded.network import Adapter
 
 TEMPERATURE, NORM = 20.0, 1.5  # of the cosine; length of an aligned token relative to a word's own embedding
 

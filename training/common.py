@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 from torch import nn
 from transformers import AttentionInterface, LlavaForConditionalGeneration
 
-from foveakv.embedded.convert import TextFile, vision_state
-from foveakv.embedded.network import IMAGE_TOKENS, Adapter, image_token_id, skeleton
-from foveakv.embedded.samples import ALL_CARDS, STORY, TELL
+from foveakv.models.embedded.convert import TextFile, vision_state
+from foveakv.models.embedded.network import IMAGE_TOKENS, Adapter, image_token_id, skeleton
+from foveakv.models.embedded.samples import ALL_CARDS, STORY, TELL
 
 RANK, ALPHA = 16, 32
 WIDTH = 384 * len(LAYERS)  # features of an image token

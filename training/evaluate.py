@@ -18,9 +18,9 @@ import torch
 from cards import NAMES, SPLITS, Card, makers
 from PIL import Image
 
-from foveakv.embedded.assembly import ADAPTER, assemble
-from foveakv.embedded.samples import ALL_CARDS
-from foveakv.models import Loaded, load
+from foveakv.models.embedded.assembly import ADAPTER, assemble
+from foveakv.models.embedded.samples import ALL_CARDS
+from foveakv.models.loading import Loaded, load
 
 CHECKS = {  # name -> (kinds, cards, questions in all)
     "digit, 1 image": (["digit"], 1, 200),

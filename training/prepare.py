@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from cards import SPLITS, makers
 
-from foveakv.embedded.convert import TextFile, vision_state
-from foveakv.embedded.network import image_features, skeleton
+from foveakv.models.embedded.convert import TextFile, vision_state
+from foveakv.models.embedded.network import image_features, skeleton
 
 LAYERS = (6, 9, 12)
 KINDS = ("digit", "number", "word", "picture", "print", "chart")

@@ -13,7 +13,7 @@ import numpy as np
 from cards import NAMES, WORDS, digit_splits, digits_card, fonts, word_card
 from PIL import Image
 
-from foveakv.embedded.samples import FOLDER
+from foveakv.models.embedded.samples import FOLDER
 
 COUNT, SEED = 16, 20
 

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from align import Alignment
 from common import Student, Tasks, accuracy, load_towers, read_pools
 
-from foveakv.embedded.network import Adapter
+from foveakv.models.embedded.network import Adapter
 
 RATES = {"projector": 3e-4, "low_rank": 6e-4}
 MIX = {"digit": 0.38, "number": 0.34, "word": 0.1, "picture": 0.18}

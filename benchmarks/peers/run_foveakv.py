@@ -11,7 +11,8 @@ import transformers
 from text_llama import build, decode, main, prompt
 
 import foveakv
-from foveakv import compat, methods
+from foveakv import methods
+from foveakv.engines.transformers import compat
 
 
 def measure(spec: dict[str, Any]) -> list[dict[str, Any]]:

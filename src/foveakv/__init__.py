@@ -9,11 +9,11 @@ __version__ = "0.1.0"
 
 # Names are loaded on first use, so that `import foveakv` stays light (no torch, no transformers).
 _HOME = {
-    "compress": "foveakv.session",
-    "cache_for": "foveakv.session",
-    "Session": "foveakv.session",
-    "CompressedCache": "foveakv.cache",
-    "Report": "foveakv.report",
+    "compress": "foveakv.engines.transformers.session",
+    "cache_for": "foveakv.engines.transformers.session",
+    "Session": "foveakv.engines.transformers.session",
+    "CompressedCache": "foveakv.engines.transformers.cache",
+    "Report": "foveakv.engines.transformers.report",
     "load": "foveakv.models",
     "Method": "foveakv.methods",
     "Full": "foveakv.methods.full",
@@ -65,7 +65,9 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from foveakv.cache import CompressedCache
+    from foveakv.engines.transformers.cache import CompressedCache
+    from foveakv.engines.transformers.report import Report
+    from foveakv.engines.transformers.session import Session, cache_for, compress
     from foveakv.errors import FoveaKVError
     from foveakv.methods import Method
     from foveakv.methods.adakv import AdaKV
@@ -85,9 +87,7 @@ if TYPE_CHECKING:
     from foveakv.methods.sparsemm import SparseMM
     from foveakv.methods.streaming import Streaming
     from foveakv.methods.vlcache import VLCache
-    from foveakv.models import load
-    from foveakv.report import Report
-    from foveakv.session import Session, cache_for, compress
+    from foveakv.models.loading import load
 
 
 def __getattr__(name: str) -> Any:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from foveakv.analysis.passes import Progress, Prompts, check, run
-from foveakv.budget import parse_budget
-from foveakv.columns import real_first
+from foveakv.core.budget import parse_budget
+from foveakv.core.columns import real_first
 from foveakv.errors import InputError, MethodError, UnsupportedModeError
 from foveakv.memory.segments import Segments
 from foveakv.methods import checks
@@ -30,7 +30,7 @@ from foveakv.methods.ddes import RecycleBin, check_rows, prompt_scores
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foveakv.cache import CompressedCache
+    from foveakv.engines.transformers.cache import CompressedCache
 
 GREEDY = 1
 MAX_TRACE_BYTES = 2**30
@@ -146,14 +146,14 @@ class TraceProbe(Method):
     name: ClassVar[str] = "trace-probe"
 
     @property
-    def needs_mass(self) -> bool:
+    def needs_attention_sum(self) -> bool:
         return True
 
     @property
     def evicts_while_decoding(self) -> bool:
         return True  # `decode` is called for such methods only; this one always answers None
 
-    def needs_queries(self, ordinal: int) -> bool:
+    def needs_queries(self, compressed_idx: int) -> bool:
         return True
 
     def begin(self, cache: CompressedCache) -> None:
@@ -165,17 +165,17 @@ class TraceProbe(Method):
         view.cache.state["trace"]["prompt"].append(sums[0].cpu())
 
     def decode(self, view: DecodeView) -> None:
-        trace, mass = view.cache.state["trace"], view.mass
-        if mass is None:
+        trace, attention_sum = view.cache.state["trace"], view.attention_sum
+        if attention_sum is None:
             raise MethodError(f"{self.name} needs the attention of each step")
-        received = mass[0].sum(0).to("cpu", torch.float32)
+        received = attention_sum[0].sum(0).to("cpu", torch.float32)
         trace["bytes"] += received.nbytes
         if trace["bytes"] > self.limit:
             raise UnsupportedModeError(
                 f"recording this answer takes more than {self.limit / 2**20:.0f} MiB; lower --max-new-tokens "
                 "(new_tokens), or shorten the prompt"
             )
-        if view.ordinal == 0:
+        if view.compressed_idx == 0:
             trace["steps"].append([])
         trace["steps"][-1].append(received.clone())
 
@@ -261,9 +261,9 @@ class _Layer:
         segments.append(blank, blank, torch.full((batch, 1), self.seen))
         self.seen += 1
         places = segments.positions()
-        mass = received[:, None].gather(-1, places.clamp_min(0)).masked_fill(places < 0, 0)
+        attention_sum = received[:, None].gather(-1, places.clamp_min(0)).masked_fill(places < 0, 0)
         none = torch.zeros(0)
-        view = DecodeView(0, 0, none, 1.0, self.cache, self.state, self.counts, segments, self.seen, mass)
+        view = DecodeView(0, 0, none, 1.0, self.cache, self.state, self.counts, segments, self.seen, attention_sum)
         length = segments.max_length
         leaving = self.rules.step(view)
         if isinstance(leaving, Drop):

@@ -106,7 +106,7 @@ class HeadMaps:
                 "prompt": self.labels[p],
                 "layer": self.layers[layer],
                 "kv_head": head,
-                "top_k_mass": float(self.scores[p, layer, head]),
+                "top_k_attention": float(self.scores[p, layer, head]),
                 "static": bool(self.static[p, layer, head]),
                 "budget_slots": int(self.budgets[p, layer, head]),
             }

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveakv.cache import CompressedCache
+from foveakv.engines.transformers.cache import CompressedCache
+from foveakv.engines.transformers.session import compress
 from foveakv.errors import InputError
 from foveakv.methods import Method
-from foveakv.session import compress
 
 Prompts = Mapping[str, Mapping[str, Any]]
-"""A label for every prompt -> the inputs of `generate` for one sequence, e.g. from `foveakv.inputs.build_inputs`."""
+"""Label -> the inputs of `generate` for one sequence, e.g. from `foveakv.build_inputs`."""
 
 Progress = Callable[[str], None]
 

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from foveakv.analysis.passes import check, run
-from foveakv.columns import held_share
+from foveakv.core.columns import held_share
+from foveakv.core.prompt import PromptMap
 from foveakv.errors import InputError, MethodError
 from foveakv.methods import Method
-from foveakv.prompt import PromptMap
 
 if TYPE_CHECKING:
-    from foveakv.cache import CompressedCache
+    from foveakv.engines.transformers.cache import CompressedCache
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Shown:
     settings: dict[str, Any]
 
     def to_dict(self, images: Sequence[Tensor]) -> dict[str, Any]:
-        """Plain values for JSON. images: the prompt columns of every picture, see `foveakv.viz.image_columns`."""
+        """Plain values for JSON. images: the prompt columns of every image (`core.patches.image_columns`)."""
 
         def plain(share: Share) -> dict[str, Any]:
             values = [[round(value, 6) for value in share.columns[own].tolist()] for own in images]
@@ -142,7 +142,7 @@ def _share(cache: CompressedCache, positions: Mapping[int, Tensor], pairs: Mappi
 def _steps(cache: CompressedCache, pairs: Mapping[int, Tensor]) -> list[Share]:
     state = cache.state.get("hybridkv")
     if isinstance(state, dict):
-        dynamic = {layer.layer_idx: ~state["static"][0, layer.ordinal] for layer in cache.compressed}
+        dynamic = {layer.layer_idx: ~state["static"][0, layer.compressed_idx] for layer in cache.compressed}
         pairs = {number: wanted & dynamic[number] for number, wanted in pairs.items()}
         if not any(bool(wanted.any()) for wanted in pairs.values()):
             raise InputError("none of these heads retrieves: all are static and keep the same patches in every step")

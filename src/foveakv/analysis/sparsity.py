@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from foveakv import scores
 from foveakv.analysis.passes import Progress, Prompts, check, run
+from foveakv.core import attention_stats as scores
 from foveakv.errors import MethodError, NoVisualTokensError
 from foveakv.methods.base import Method, PrefillView, keep_top
 from foveakv.methods.hae import HAE
 
 if TYPE_CHECKING:
-    from foveakv.cache import CompressedCache
+    from foveakv.engines.transformers.cache import CompressedCache
 
 THRESHOLD = 1e-4
 """HAE's: a probability up to it counts as no attention."""
@@ -117,7 +117,7 @@ class SparsityProbe(Method):
 
     name: ClassVar[str] = "sparsity-probe"
 
-    def needs_queries(self, ordinal: int) -> bool:
+    def needs_queries(self, compressed_idx: int) -> bool:
         return True
 
     def begin(self, cache: CompressedCache) -> None:
@@ -130,7 +130,7 @@ class SparsityProbe(Method):
         rows, valid = state["rows"]
         given = view.query, view.keys, rows, valid, view.scaling, view.visible
         stats = scores.head_mean_stats(*given)
-        if view.ordinal == 0:
+        if view.compressed_idx == 0:
             state["evicted"] = self.rules.redundant(stats.sums, stats.maxima, stats.variance, visual)
         evicted: Tensor = state["evicted"]
         sparse = scores.sparsity(*given, (visual, text), threshold=THRESHOLD)

@@ -11,7 +11,6 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from foveakv import files
 from foveakv.cli import common, prompts
 from foveakv.cli.common import DebugOption, DeviceOption, DtypeOption, ImagesOption, ModelOption, TrustOption
 from foveakv.cli.prompts import (
@@ -25,6 +24,7 @@ from foveakv.cli.prompts import (
     SetOption,
 )
 from foveakv.errors import MethodError
+from foveakv.util import files
 
 analyze = typer.Typer(help="Measure what the methods rest on: heads, sparsity, eviction.", no_args_is_help=True)
 
@@ -259,14 +259,14 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) ->
 
 
 def _write(result: Any, model: Any, json: Path | None, csv: Path | None, plot: Path | None, drawing: str) -> None:
-    from foveakv import environment
+    from foveakv.evaluation import environment
 
     if json is not None:
         files.write_json(json, {**result.to_dict(), "environment": environment.describe(model)})
     if csv is not None:
         prompts.write_csv(csv, result.rows())
     if plot is not None:
-        from foveakv import analysis_plots
+        from foveakv.analysis import plots as analysis_plots
 
         with files.replacing(plot) as temporary:
             getattr(analysis_plots, drawing)(temporary, result)

@@ -34,9 +34,9 @@ KVDtypeOption = Annotated[
     str | None,
     typer.Option("--kv-dtype", help="int8 or int4: store slots as codes of 8 or 4 bits (default: as they are)."),
 ]
-ExactWindowOption = Annotated[
+ResidualLengthOption = Annotated[
     int,
-    typer.Option("--exact-window", min=0, help="With --kv-dtype: so many of the newest slots per head stay exact."),
+    typer.Option("--residual-length", min=0, help="With --kv-dtype: so many of the newest slots per head stay exact."),
 ]
 TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code that comes with the model. Off unless you say so.")

@@ -10,24 +10,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from foveakv import files
 from foveakv.cli import common
 from foveakv.cli.common import (
     DebugOption,
     DeviceOption,
     DtypeOption,
-    ExactWindowOption,
     ImagesOption,
     KVDtypeOption,
     ModelOption,
     PromptOption,
+    ResidualLengthOption,
     TokensOption,
     TrustOption,
 )
 from foveakv.errors import InputError
+from foveakv.util import files
 
 if TYPE_CHECKING:
-    from foveakv.compare import Comparison
+    from foveakv.evaluation.compare import Comparison
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class _Task:
 
     @classmethod
     def of_sample(cls, images: int, kind: str, ask_all: bool) -> _Task:
-        from foveakv.embedded import sample_prompt
+        from foveakv.models.embedded import sample_prompt
 
         sample = sample_prompt(images, kind=kind, ask=-1 if ask_all else None)
         return cls(sample.text, sample.images, sample.captions, sample.question.strip(), sample.answer)
@@ -68,7 +68,7 @@ def compare(
         list[str] | None, typer.Option("--set", help="A setting as method.key=value; repeat it for more.")
     ] = None,
     kv_dtype: KVDtypeOption = None,
-    exact_window: ExactWindowOption = 32,
+    residual_length: ResidualLengthOption = 32,
     max_new_tokens: TokensOption = 32,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of every method; times are medians.")] = 1,
     ignore_eos: Annotated[
@@ -91,9 +91,9 @@ def compare(
     Example: foveakv compare --sample 8 --methods full,hybridkv,snapkv --budgets 0.1,0.2 --kept-png kept.png
     """
     from foveakv.cli.settings import parse_candidates, split_names
-    from foveakv.compare import compare as run
-    from foveakv.inputs import build_inputs, read_images
-    from foveakv.memory.codes import check_options
+    from foveakv.evaluation.compare import compare as run
+    from foveakv.memory.quantizer import check_options
+    from foveakv.models.inputs import build_inputs, read_images
 
     files.check_output_files(json, plot, kept_png)
     common.check_pictures(plot, kept_png)
@@ -103,7 +103,7 @@ def compare(
         raise InputError("--sample is a prompt of the embedded model: leave --image out, and --model too (or say demo)")
     if kept_png is not None and not (image or sample):
         raise InputError("--kept-png needs pictures: give --image or --sample")
-    check_options(kv_dtype, exact_window)
+    check_options(kv_dtype, residual_length)
     chosen = parse_candidates(split_names(methods, "methods"), split_names(budgets, "budgets"), set_ or [])
     if sample is not None:
         task = _Task.of_sample(sample, sample_kind, ask_all)
@@ -116,7 +116,7 @@ def compare(
     with common.messages().status("warming up") as status:
         result = run(
             loaded.model, inputs, chosen, max_new_tokens=max_new_tokens, repeats=repeats, ignore_eos=ignore_eos,
-            kv_dtype=kv_dtype, exact_window=exact_window,
+            kv_dtype=kv_dtype, residual_length=residual_length,
             decode=lambda tokens: tokenizer.decode(tokens, skip_special_tokens=True),
             progress=lambda label, done, total: status.update(f"{escape(label)} ({done} of {total})"),
         )  # fmt: skip
@@ -144,12 +144,12 @@ def _write(result: Comparison, task: _Task, json: Path | None, plot: Path | None
     if json is not None:
         files.write_json(json, {"question": task.question, "expected": task.expected, **result.to_dict()})
     if plot is not None:
-        from foveakv.viz import draw_comparison
+        from foveakv.analysis.viz import draw_comparison
 
         with files.replacing(plot) as temporary:
             draw_comparison(temporary, result)
     if kept_png is not None:
-        from foveakv.viz import draw_kept
+        from foveakv.analysis.viz import draw_kept
 
         title = task.question + ("" if task.expected is None else f"   (expected: {task.expected})")
         with files.replacing(kept_png) as temporary:

@@ -20,7 +20,7 @@ from foveakv.cli.eval_report import report
 from foveakv.errors import InputError, MethodError
 
 if TYPE_CHECKING:
-    from foveakv.compare import Candidate
+    from foveakv.evaluation.compare import Candidate
     from foveakv.evaluation.plan import Plan
     from foveakv.evaluation.runner import Status
 

@@ -8,19 +8,19 @@ from typing import Annotated, Any
 
 import typer
 
-from foveakv import files
 from foveakv.cli import common
 from foveakv.cli.common import (
     DebugOption,
     DeviceOption,
     DtypeOption,
-    ExactWindowOption,
     ImagesOption,
     KVDtypeOption,
     ModelOption,
+    ResidualLengthOption,
     TokensOption,
     TrustOption,
 )
+from foveakv.util import files
 
 
 @common.friendly
@@ -42,7 +42,7 @@ def generate(
         list[str] | None, typer.Option("--set", help="A setting of the method as key=value; repeat it for more.")
     ] = None,
     kv_dtype: KVDtypeOption = None,
-    exact_window: ExactWindowOption = 32,
+    residual_length: ResidualLengthOption = 32,
     max_new_tokens: TokensOption = 256,
     json: Annotated[
         Path | None, typer.Option("--json", help="Write the answer, the report and the versions here.")
@@ -56,23 +56,23 @@ def generate(
 
     Example: foveakv generate --image a.png --image b.png --prompt "What differs?" --method hybridkv --budget 0.1
     """
-    from foveakv import environment
-    from foveakv.cache import check_options
     from foveakv.cli.progress import EchoStreamer, PrefillBar
     from foveakv.cli.settings import build_method
-    from foveakv.inputs import build_inputs, read_images
-    from foveakv.session import compress
+    from foveakv.engines.transformers.cache import check_options
+    from foveakv.engines.transformers.session import compress
+    from foveakv.evaluation import environment
+    from foveakv.models.inputs import build_inputs, read_images
 
     # Everything that can be wrong with the command line is found before the model is loaded.
     files.check_output_files(json)
     chosen = build_method(method, budget, set_ or [])
-    check_options(chosen, kv_dtype=kv_dtype, exact_window=exact_window)
+    check_options(chosen, kv_dtype=kv_dtype, residual_length=residual_length)
     pictures = read_images(image or [])
     loaded = common.load_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     inputs = build_inputs(loaded.processor, prompt, pictures, model=loaded.model)
     tokenizer = getattr(loaded.processor, "tokenizer", loaded.processor)
     started = time.perf_counter()
-    with compress(loaded.model, chosen, kv_dtype=kv_dtype, exact_window=exact_window) as session:
+    with compress(loaded.model, chosen, kv_dtype=kv_dtype, residual_length=residual_length) as session:
         with PrefillBar(loaded.model):
             sequences = loaded.model.generate(
                 **inputs, max_new_tokens=max_new_tokens, do_sample=False, streamer=EchoStreamer(tokenizer)

@@ -15,7 +15,7 @@ from rich.table import Table
 from foveakv.cli import common
 
 if TYPE_CHECKING:
-    from foveakv.families import Family
+    from foveakv.engines.transformers.families import Family
 
 
 @common.friendly
@@ -52,8 +52,8 @@ def models(
 ) -> None:
     """List the model families that are tested, and those that cannot be compressed, with the reason."""
     common.quiet_transformers()
-    from foveakv.families import FAMILIES
-    from foveakv.models import KNOWN
+    from foveakv.engines.transformers.families import FAMILIES
+    from foveakv.models.loading import KNOWN
 
     rows = [(family.model_type, family.title, family_status(family)) for family in FAMILIES]
     titles = ("model type", "family", "status")
@@ -89,7 +89,7 @@ def doctor() -> None:
     common.quiet_transformers()
     import torch
 
-    from foveakv import environment
+    from foveakv.evaluation import environment
 
     tested = _self_test(torch)  # first: it builds the CPU kernel where that was not done
     found = environment.describe()

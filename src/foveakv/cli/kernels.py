@@ -37,7 +37,7 @@ def build(
 @common.friendly
 def list_() -> None:
     """List the backends, and why one cannot be used here. Builds nothing."""
-    from foveakv.environment import kernels as state
+    from foveakv.evaluation.environment import kernels as state
     from foveakv.kernels import build as builder
 
     out = common.output()

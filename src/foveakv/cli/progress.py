@@ -9,9 +9,9 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import TextStreamer
 
-from foveakv import compat
 from foveakv.cli.common import messages
-from foveakv.texts import printable
+from foveakv.engines.transformers import compat
+from foveakv.util.texts import printable
 
 
 class PrefillBar:

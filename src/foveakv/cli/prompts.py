@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from foveakv import files
 from foveakv.cli import common
 from foveakv.errors import InputError
+from foveakv.util import files
 
 PromptsOption = Annotated[
     list[str] | None,
@@ -75,7 +75,7 @@ def tasks(
     else:
         if kinds or asks:
             raise InputError("--sample-kind and --ask choose among sample prompts; give --sample N as well")
-        from foveakv.inputs import read_images
+        from foveakv.models.inputs import read_images
 
         files = images or []
         pictures, captions = read_images(files), [Path(name).name for name in files]
@@ -96,7 +96,7 @@ def one_task(*given: Any) -> Task:
 
 
 def _sample(count: int, kind: str, ask: int | None) -> Task:
-    from foveakv.embedded import sample_prompt
+    from foveakv.models.embedded import sample_prompt
 
     sample = sample_prompt(count, kind=kind, ask=ask)
     label = f"{count} {kind}s"
@@ -112,7 +112,7 @@ def _short(text: str) -> str:
 
 def load(model: str, every: Sequence[Task], **options: Any) -> tuple[Any, dict[str, Any]]:
     """Model and processor as `common.load_model` gives them, and the inputs of every task by its label."""
-    from foveakv.inputs import build_inputs
+    from foveakv.models.inputs import build_inputs
 
     loaded = common.load_model(model, **options)
     made = {task.label: build_inputs(loaded.processor, task.text, task.pictures, model=loaded.model) for task in every}

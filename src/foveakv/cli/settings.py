@@ -8,12 +8,12 @@ import typing
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from foveakv.budget import parse_budget
+from foveakv.core.budget import parse_budget
 from foveakv.errors import MethodError
 from foveakv.methods import Method, find, get, near
 
 if TYPE_CHECKING:
-    from foveakv.compare import Candidate
+    from foveakv.evaluation.compare import Candidate
 
 _TRUE, _FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
@@ -80,7 +80,7 @@ def parse_budgets(texts: Sequence[str]) -> list[float | int | str]:
 
 def parse_candidates(names: Sequence[str], budgets: Sequence[str], assignments: Sequence[str]) -> list[Candidate]:
     """Every method at every budget, with the settings of `--set method.key=value`."""
-    from foveakv.compare import candidates
+    from foveakv.evaluation.compare import candidates
 
     values = parse_budgets(budgets)
     return candidates(names, values, parse_options(assignments))

@@ -10,7 +10,6 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from foveakv import files
 from foveakv.cli import common, prompts
 from foveakv.cli.common import (
     DebugOption,
@@ -24,6 +23,7 @@ from foveakv.cli.common import (
 )
 from foveakv.cli.prompts import CsvOption, JsonOption, SetOption
 from foveakv.errors import InputError
+from foveakv.util import files
 
 
 @common.friendly
@@ -66,10 +66,10 @@ def show(
 
     Example: foveakv show --sample 8 --ask -1 --budget 0.2 --out kept.png --filmstrip steps.png
     """
-    from foveakv import environment
     from foveakv.analysis.shown import shown
     from foveakv.cli.settings import build_method
-    from foveakv.patches import image_columns
+    from foveakv.core.patches import image_columns
+    from foveakv.evaluation import environment
 
     files.check_output_files(out, filmstrip, json, csv)
     common.check_pictures(out, filmstrip)
@@ -105,7 +105,7 @@ def show(
 
 
 def _print(result: Any, images: Any, answer: str, task: prompts.Task) -> None:
-    from foveakv.texts import printable
+    from foveakv.util.texts import printable
 
     table = Table(title="share of each picture's patches that is kept", title_justify="left", box=box.SIMPLE_HEAD)
     for i, name in enumerate(["", *task.captions]):
@@ -123,7 +123,7 @@ def _draw(
 ) -> None:
     if out is None and filmstrip is None:
         return
-    from foveakv.viz_shown import draw_filmstrip, draw_rows
+    from foveakv.analysis.viz_shown import draw_filmstrip, draw_rows
 
     title = f"{result.settings['method']}: {task.question}"
     if out is not None:

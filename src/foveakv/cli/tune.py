@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from foveakv import files
 from foveakv.cli import common
 from foveakv.cli.common import DebugOption, DeviceOption, DtypeOption, ModelOption, TrustOption
+from foveakv.util import files
 
 if TYPE_CHECKING:
-    from foveakv.tuning import Tuned
+    from foveakv.evaluation.tune import Tuned
 
 
 @common.friendly
@@ -46,8 +46,8 @@ def tune(
     """
     from foveakv.cli.settings import parse_budgets, parse_options, split_names
     from foveakv.evaluation.trial import Bench
-    from foveakv.tuning import BUDGETS, FEW, read_prompts
-    from foveakv.tuning import tune as run
+    from foveakv.evaluation.tune import BUDGETS, FEW, read_prompts
+    from foveakv.evaluation.tune import tune as run
 
     files.check_output_files(json)
     names = split_names(methods, "methods")
@@ -118,7 +118,7 @@ def _known(value: float) -> float | None:
 
 
 def _plain(found: Sequence[Tuned], model: str, max_loss: float, prompts: int) -> dict[str, Any]:
-    from foveakv import environment
+    from foveakv.evaluation import environment
 
     return {
         "model": model, "max_loss": max_loss, "prompts": prompts, "environment": environment.describe(),

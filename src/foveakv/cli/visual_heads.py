@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from foveakv import files
 from foveakv.cli import common
 from foveakv.cli.common import DebugOption, DeviceOption, DtypeOption, ModelOption, TrustOption
 from foveakv.errors import InputError
+from foveakv.util import files
 
 
 @common.friendly
@@ -33,8 +33,8 @@ def visual_heads(
 
     Example: foveakv analyze visual-heads --items 64 --out scores.json
     """
-    from foveakv.evaluation.head_samples import card_samples, read_samples
-    from foveakv.head_scores import save_head_scores, visual_head_scores
+    from foveakv.analysis.head_samples import card_samples, read_samples
+    from foveakv.analysis.head_scores import save_head_scores, visual_head_scores
 
     files.check_output_files(out)
     if out.suffix not in (".json", ".safetensors"):

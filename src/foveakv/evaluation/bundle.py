@@ -13,11 +13,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from foveakv import compat
-from foveakv.cache import CompressedCache
-from foveakv.handle import KVHandle
-from foveakv.layer import CompressedLayer
-from foveakv.masks import Mask
+from foveakv.engines.transformers import compat
+from foveakv.engines.transformers.cache import CompressedCache
+from foveakv.engines.transformers.handle import KVHandle
+from foveakv.engines.transformers.layer import CompressedLayer
+from foveakv.engines.transformers.masks import Mask
 
 
 def fits(cache: CompressedCache) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image, ImageFilter
 
 SIZE = 112  # pixels, both ways
-DATA = Path(__file__).parents[1] / "data"
+DATA = Path(__file__).parents[1] / "models" / "data"
 SPLITS = {"validation": slice(0, 50), "test": slice(50, 100)}
 CHARACTERS = "0123456789ABCDEFGHJKLMNPQRSTUVWXYZ"
 """What is printed: digits, and capitals but I and O, which print too much alike."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from foveakv.evaluation.strata import LEVEL
+from foveakv.evaluation.stratified import LEVEL
 from foveakv.evaluation.summary import FULL_AT_LEAST, Summary
 from foveakv.evaluation.tables import budget_text
 

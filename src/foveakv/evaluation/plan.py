@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from foveakv.errors import InputError, MethodError
 
 if TYPE_CHECKING:
-    from foveakv.compare import Candidate
+    from foveakv.evaluation.compare import Candidate
 
 FORMAT = 1
 """Of plan.json; a file with another number was made by another version."""
@@ -54,7 +54,7 @@ class Entry:
 
     def candidate(self) -> Candidate:
         """The method again. MethodError: this version has no such method or setting."""
-        from foveakv.compare import Candidate
+        from foveakv.evaluation.compare import Candidate
         from foveakv.methods import get
 
         return Candidate(self.label, get(self.method, **self.settings))
@@ -99,7 +99,7 @@ class Plan:
 
     @classmethod
     def of(cls, tasks: Sequence[str], candidates: Sequence[Candidate], items: int, **options: Any) -> Plan:
-        """From candidates as `foveakv.compare.candidates` makes them."""
+        """From candidates as `foveakv.evaluation.compare.candidates` makes them."""
         return cls(tuple(tasks), tuple(map(Entry.of, candidates)), items, **options)
 
     def entry(self, label: str) -> Entry:
@@ -194,7 +194,7 @@ def with_baselines(candidates: Sequence[Candidate]) -> list[Candidate]:
 
     Random candidates that are there already stay, and those that are added have the settings of the first of them.
     """
-    from foveakv.compare import Candidate
+    from foveakv.evaluation.compare import Candidate
     from foveakv.methods import get
 
     budgets = [getattr(each.method, "budget", None) for each in candidates]

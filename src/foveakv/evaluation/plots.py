@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from foveakv.errors import MissingDependencyError
 from foveakv.evaluation.results import FULL
-from foveakv.evaluation.strata import Interval
+from foveakv.evaluation.stratified import Interval
 from foveakv.evaluation.summary import FLOOR, Candidate, StaticHeads, Summary
 from foveakv.evaluation.tables import budget_text
 
@@ -278,7 +278,7 @@ def scale_picture() -> Picture:
 
 def _members(summary: Summary, tasks: Sequence[str]) -> dict[str, list[tuple[Candidate, Interval]]]:
     """series -> its candidates with their mean accuracy, small budgets first; without those that lack a task."""
-    from foveakv.evaluation import strata
+    from foveakv.evaluation import stratified as strata
 
     found: dict[str, list[tuple[Candidate, Interval]]] = {}
     for series in summary.series:

@@ -16,12 +16,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from foveakv import compat
-from foveakv.cache import CompressedCache
+from foveakv.core.prompt import PromptMap
+from foveakv.engines.transformers import compat
+from foveakv.engines.transformers.cache import CompressedCache
+from foveakv.engines.transformers.session import cache_for
 from foveakv.errors import UnsupportedModeError
 from foveakv.methods.base import Method, PrefillView
-from foveakv.prompt import PromptMap
-from foveakv.session import cache_for
 
 
 @dataclass
@@ -31,7 +31,7 @@ class _Record(Method):
     name: ClassVar[str] = "recording"
     seen: list[PrefillView] = field(default_factory=list, repr=False)
 
-    def needs_queries(self, ordinal: int) -> bool:
+    def needs_queries(self, compressed_idx: int) -> bool:
         return True
 
     def prefill(self, view: PrefillView) -> None:

@@ -178,7 +178,7 @@ class _Page:
             self._failures(),
             self._section(sections[-1]),
         ]
-        template = resources.files("foveakv").joinpath("data/report.html").read_text(encoding="utf8")
+        template = resources.files("foveakv.evaluation").joinpath("templates/report.html").read_text(encoding="utf8")
         return Template(template).substitute(title=escape(report.title), body="\n".join(body))
 
     def _section(self, section: Section) -> str:

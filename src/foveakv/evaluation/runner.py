@@ -147,7 +147,7 @@ class Worker:
                 os.environ[name] = str(self.threads)
             os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # as for the command line, see cli/app.py
             importlib.import_module("torch").set_num_threads(self.threads)
-        from foveakv import environment
+        from foveakv.evaluation import environment
         from foveakv.methods.plugins import load_file
 
         for file in self.plan.plugins:

@@ -23,10 +23,10 @@ from typing import IO, Any
 
 from filelock import FileLock, Timeout
 
-from foveakv import files
 from foveakv.errors import InputError, StoreError
 from foveakv.evaluation.plan import Key, Plan
 from foveakv.evaluation.results import Result
+from foveakv.util import files
 
 _WHO = ("task", "item", "seed", "method", "budget", "label", "settings")
 PLAN, RUN, RESULTS, LOCK = "plan.json", "run.json", "results", ".lock"

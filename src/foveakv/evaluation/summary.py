@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from foveakv.budget import Budget, parse_budget
-from foveakv.evaluation import strata
+from foveakv.core.budget import Budget, parse_budget
+from foveakv.evaluation import stratified as strata
 from foveakv.evaluation.bootstrap import Floats, Interval, interval, paired
 from foveakv.evaluation.plan import Plan
 from foveakv.evaluation.results import FULL, Result, does_not_apply

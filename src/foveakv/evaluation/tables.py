@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from foveakv.budget import Budget
+from foveakv.core.budget import Budget
 from foveakv.evaluation.bootstrap import Interval
 from foveakv.evaluation.results import FULL
 from foveakv.evaluation.summary import FLOOR, Board, Candidate, Cell, Differences, Summary
-from foveakv.texts import size_text
+from foveakv.util.texts import size_text
 
 NONE = "\u2013"  # an en dash: no figure
 _MINUS = "\u2212"  # as wide as a plus

@@ -14,22 +14,22 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from foveakv.cache import CompressedCache
-from foveakv.compare import Candidate
+from foveakv.engines.transformers.cache import CompressedCache
+from foveakv.engines.transformers.report import Report
 from foveakv.errors import MethodError, UnsupportedModeError
 from foveakv.evaluation.agreement import Agreement, add
+from foveakv.evaluation.compare import Candidate
+from foveakv.evaluation.decoding import Speaker
 from foveakv.evaluation.grading import grade
 from foveakv.evaluation.items import Item
 from foveakv.evaluation.replay import Recording, read, record, replay
 from foveakv.evaluation.results import FULL, Result, TurnResult, describe_error
-from foveakv.evaluation.speaking import Speaker
-from foveakv.inputs import build_inputs
 from foveakv.methods import Method
 from foveakv.methods.full import Full
 from foveakv.methods.random import Random
-from foveakv.models import Loaded
-from foveakv.report import Report
-from foveakv.timing import StepClock
+from foveakv.models.inputs import build_inputs
+from foveakv.models.loading import Loaded
+from foveakv.util.timing import StepClock
 
 T = TypeVar("T")
 

@@ -26,10 +26,10 @@ from torch import Tensor
 from foveakv.errors import MethodError
 from foveakv.kernels import blocks, reference
 from foveakv.kernels.contract import Attended
-from foveakv.kernels.exact import attend_with_copies
+from foveakv.kernels.residual import attend_with_copies
 from foveakv.memory.segments import Runs
 
-Backend = Callable[..., Attended]  # (query, runs, scaling, mask, need_mass, need_lse, other_lse), see `attend`
+Backend = Callable[..., Attended]  # (query, runs, scaling, mask, need_attention_sum, need_lse, other_lse), see `attend`
 
 
 def _cpu(*arguments: Any) -> Attended:
@@ -62,7 +62,7 @@ def problem(name: str) -> str | None:
     return None
 
 
-def choose(query: Tensor, runs: Runs, *, need_mass: bool = False) -> str:
+def choose(query: Tensor, runs: Runs, *, need_attention_sum: bool = False) -> str:
     """The backend that "auto" stands for: the table at the top of this module."""
     global _warned
     if query.is_cuda:
@@ -72,7 +72,7 @@ def choose(query: Tensor, runs: Runs, *, need_mass: bool = False) -> str:
         return "blocks"
     cpu = _module("cpu")
     shape = query.shape
-    many = shape[1] // runs.heads * shape[2] > MOST_ROWS_CPU and not need_mass
+    many = shape[1] // runs.heads * shape[2] > MOST_ROWS_CPU and not need_attention_sum
     if many or not cpu.supports(query, runs):
         return "blocks"
     reason = cpu.problem()
@@ -90,7 +90,7 @@ def attend(
     scaling: float,
     mask: Tensor | None = None,
     *,
-    need_mass: bool = False,
+    need_attention_sum: bool = False,
     need_lse: bool = False,
     other_lse: Tensor | None = None,
     backend: str = "auto",
@@ -102,9 +102,9 @@ def attend(
     other_lse [B, Hq, q]: the log-sum-exp of what every query attends to elsewhere. out and mass are then the share of
     these runs in the whole, and the log-sum-exp is that of both together.
 
-    Returns out [B, Hq, q, Dv] in the query's dtype; with `need_mass` the attention probabilities summed over the
+    Returns out [B, Hq, q, Dv] in the query's dtype; with `need_attention_sum` the attention probabilities summed over the
     query group and the q queries: mass [B, H, M] float32 (float64 for float64 queries), 0 beyond a run; with `need_lse`
-    the natural log-sum-exp of the scaled scores, [B, Hq, q] in the dtype of the mass.
+    the natural log-sum-exp of the scaled scores, [B, Hq, q] in the dtype of the attention sum.
     Runs with `codes` hold keys and values as codes, and with `exact` full-precision copies of some, which are read in
     place of the codes.
     A query that may attend to nothing gets 0, and -inf as its log-sum-exp. Sixteen-bit storage accumulates in float32.
@@ -114,8 +114,8 @@ def attend(
     """
     if torch.is_grad_enabled():  # asked, because entering no_grad takes a few microseconds
         with torch.no_grad():
-            return _attend(query, runs, scaling, mask, need_mass, need_lse, other_lse, backend)
-    return _attend(query, runs, scaling, mask, need_mass, need_lse, other_lse, backend)
+            return _attend(query, runs, scaling, mask, need_attention_sum, need_lse, other_lse, backend)
+    return _attend(query, runs, scaling, mask, need_attention_sum, need_lse, other_lse, backend)
 
 
 def _attend(
@@ -123,7 +123,7 @@ def _attend(
     runs: Runs,
     scaling: float,
     mask: Tensor | None,
-    need_mass: bool,
+    need_attention_sum: bool,
     need_lse: bool,
     other_lse: Tensor | None,
     backend: str,
@@ -142,14 +142,14 @@ def _attend(
         raise ValueError(f"mask must be [{batch}, 1 or {runs.heads}, {q}, {runs.max_length}], got {tuple(mask.shape)}")
     if other_lse is not None and other_lse.shape != query.shape[:3]:
         raise ValueError(f"other_lse must be {list(query.shape[:3])}, got {list(other_lse.shape)}")
-    name = choose(query, runs, need_mass=need_mass) if backend == "auto" else backend
+    name = choose(query, runs, need_attention_sum=need_attention_sum) if backend == "auto" else backend
     if name not in BACKENDS:
         raise MethodError(f"no attention backend {backend!r}; choose 'auto' or one of {sorted(BACKENDS)}")
     if mask is not None and mask.shape[0] != batch:
         mask = mask.expand(batch, -1, -1, -1)
     if runs.exact is not None and name not in READS_COPIES:
-        return attend_with_copies(BACKENDS[name], query, runs, scaling, mask, need_mass, need_lse, other_lse)
-    return BACKENDS[name](query, runs, scaling, mask, need_mass, need_lse, other_lse)
+        return attend_with_copies(BACKENDS[name], query, runs, scaling, mask, need_attention_sum, need_lse, other_lse)
+    return BACKENDS[name](query, runs, scaling, mask, need_attention_sum, need_lse, other_lse)
 
 
 def decode_attention(
@@ -158,11 +158,11 @@ def decode_attention(
     scaling: float,
     mask: Tensor | None = None,
     *,
-    need_mass: bool = False,
+    need_attention_sum: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """`attend` for those who need no log-sum-exp: (out, mass)."""
-    return attend(query, runs, scaling, mask, need_mass=need_mass, backend=backend)[:2]
+    return attend(query, runs, scaling, mask, need_attention_sum=need_attention_sum, backend=backend)[:2]
 
 
 @functools.cache

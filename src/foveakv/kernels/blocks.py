@@ -35,24 +35,28 @@ def attend(
     runs: Runs,
     scaling: float,
     mask: Tensor | None = None,
-    need_mass: bool = False,
+    need_attention_sum: bool = False,
     need_lse: bool = False,
     other_lse: Tensor | None = None,
 ) -> Attended:
     """See `foveakv.kernels.attend` for shapes."""
     if runs.codes is not None:  # decoded run by run
-        found = attend_strips(query.to(precision(query)), runs, scaling, mask, need_mass, need_lse, other_lse)
+        found = attend_strips(query.to(precision(query)), runs, scaling, mask, need_attention_sum, need_lse, other_lse)
         return found._replace(out=found.out.to(query.dtype))
     if query.device.type != "cpu":
         few = runs.uniform or runs.max_length <= PADDED_SLOTS
-        return (attend_whole if few else attend_tiles)(query, runs, scaling, mask, need_mass, need_lse, other_lse)
+        return (attend_whole if few else attend_tiles)(
+            query, runs, scaling, mask, need_attention_sum, need_lse, other_lse
+        )
     if runs.uniform:
         # One call gives every run to one thread; long runs on a machine with more threads than runs are cut.
         idle = torch.get_num_threads() > runs.batch * runs.heads and runs.max_length >= 4 * SHORTEST_STRIP
-        whole = need_mass or not idle
+        whole = need_attention_sum or not idle
     else:
         whole = runs.max_length * runs.keys.shape[1] * runs.keys.element_size() <= PADDED_BYTES_CPU
-    return (attend_whole if whole else attend_strips)(query, runs, scaling, mask, need_mass, need_lse, other_lse)
+    return (attend_whole if whole else attend_strips)(
+        query, runs, scaling, mask, need_attention_sum, need_lse, other_lse
+    )
 
 
 def attend_whole(
@@ -60,21 +64,23 @@ def attend_whole(
     runs: Runs,
     scaling: float,
     mask: Tensor | None = None,
-    need_mass: bool = False,
+    need_attention_sum: bool = False,
     need_lse: bool = False,
     other_lse: Tensor | None = None,
 ) -> Attended:
     """All runs in one call: dense views of uniform runs, a padded copy of ragged ones."""
     if runs.max_length == 0:
-        return _nothing(query, runs, need_mass, need_lse, other_lse)
+        return _nothing(query, runs, need_attention_sum, need_lse, other_lse)
     packed = _pack(query, runs.heads)
     keys, values, stored = (*dense(runs), None) if runs.uniform else _padded(runs)
     allowed = None if mask is None else _pack_mask(mask, packed.shape[2])
     if stored is not None:
         allowed = stored if allowed is None else allowed & stored
     other = None if other_lse is None else other_lse.reshape(packed.shape[:3])
-    out, mass, lse = _whole(packed, keys, values, scaling, allowed, need_mass, need_lse, other)
-    return Attended(out.reshape(*query.shape[:3], -1), mass, None if lse is None else lse.reshape(query.shape[:3]))
+    out, attention_sum, lse = _whole(packed, keys, values, scaling, allowed, need_attention_sum, need_lse, other)
+    return Attended(
+        out.reshape(*query.shape[:3], -1), attention_sum, None if lse is None else lse.reshape(query.shape[:3])
+    )
 
 
 def attend_strips(
@@ -82,7 +88,7 @@ def attend_strips(
     runs: Runs,
     scaling: float,
     mask: Tensor | None = None,
-    need_mass: bool = False,
+    need_attention_sum: bool = False,
     need_lse: bool = False,
     other_lse: Tensor | None = None,
     *,
@@ -91,12 +97,16 @@ def attend_strips(
 ) -> Attended:
     """One call per run, in place; with several threads up to two strips of a run for each, merged at the end."""
     if runs.max_length == 0:
-        return _nothing(query, runs, need_mass, need_lse, other_lse)
+        return _nothing(query, runs, need_attention_sum, need_lse, other_lse)
     packed = _pack(query, runs.heads)
     batch, heads, n, _ = packed.shape
     rows = packed.view(batch * heads, n, -1)
     out = query.new_zeros(batch * heads, n, value_dim(runs))
-    mass = torch.zeros(len(rows), runs.max_length, dtype=precision(query), device=query.device) if need_mass else None
+    attention_sum = (
+        torch.zeros(len(rows), runs.max_length, dtype=precision(query), device=query.device)
+        if need_attention_sum
+        else None
+    )
     lse = torch.full((len(rows), n), -torch.inf, dtype=precision(query), device=query.device) if need_lse else None
     other = None if other_lse is None else other_lse.reshape(batch * heads, n)
     if lse is not None and other is not None:
@@ -117,20 +127,20 @@ def attend_strips(
             keys = runs.codes.decode_keys(keys, run).to(query.dtype)
             values = runs.codes.decode_values(values).to(query.dtype)
         visible = None if allowed is None else allowed[run, :, :stored]
-        count = 1 if need_mass else max(1, min(most, stored // shortest))
+        count = 1 if need_attention_sum else max(1, min(most, stored // shortest))
         if count == 1:
             # Four dimensions: with fewer, PyTorch falls back to a path that copies the keys.
             visible = None if visible is None else visible[None, None]
             beside = None if other is None else other[None, None, run]
-            got, got_mass, got_lse = _whole(
-                rows[None, None, run], keys[None, None], values[None, None], scaling, visible, need_mass, need_lse,
+            got, got_attention_sum, got_lse = _whole(
+                rows[None, None, run], keys[None, None], values[None, None], scaling, visible, need_attention_sum, need_lse,
                 beside,
             )  # fmt: skip
             out[run] = got[0, 0]
             if lse is not None and got_lse is not None:
                 lse[run] = got_lse[0, 0]
-            if mass is not None and got_mass is not None:
-                mass[run, :stored] = got_mass[0, 0]
+            if attention_sum is not None and got_attention_sum is not None:
+                attention_sum[run, :stored] = got_attention_sum[0, 0]
             continue
         size = stored // count
         for low, pieces, width in ((0, count, size), (count * size, 1, stored - count * size)):
@@ -158,9 +168,9 @@ def attend_strips(
         out.index_copy_(0, split, merged[split].to(out.dtype))
         if lse is not None:
             lse.index_copy_(0, split, merged_lse[split].to(lse.dtype))
-    if mass is not None:
-        mass = mass.view(batch, heads, -1)
-    return Attended(out.view(*query.shape[:3], -1), mass, None if lse is None else lse.view(query.shape[:3]))
+    if attention_sum is not None:
+        attention_sum = attention_sum.view(batch, heads, -1)
+    return Attended(out.view(*query.shape[:3], -1), attention_sum, None if lse is None else lse.view(query.shape[:3]))
 
 
 def attend_tiles(
@@ -168,7 +178,7 @@ def attend_tiles(
     runs: Runs,
     scaling: float,
     mask: Tensor | None = None,
-    need_mass: bool = False,
+    need_attention_sum: bool = False,
     need_lse: bool = False,
     other_lse: Tensor | None = None,
     *,
@@ -176,7 +186,7 @@ def attend_tiles(
 ) -> Attended:
     """Two batched calls whatever the number of runs: whole tiles in place, the ends of the runs gathered."""
     if runs.max_length == 0:
-        return _nothing(query, runs, need_mass, need_lse, other_lse)
+        return _nothing(query, runs, need_attention_sum, need_lse, other_lse)
     packed = _pack(query, runs.heads)
     batch, heads, n, dim = packed.shape
     total = batch * heads
@@ -191,7 +201,7 @@ def attend_tiles(
             visible = _piece_mask(run_mask, pieces, n)
             allowed = visible if allowed is None else allowed & visible
         owner, slots = pieces.owner, pieces.slots
-        out, lse, scores = _piece(rows[owner], pieces.keys, pieces.values, scaling, allowed, need_mass)
+        out, lse, scores = _piece(rows[owner], pieces.keys, pieces.values, scaling, allowed, need_attention_sum)
         if pieces.used is not None:
             owner, slots, out, lse = (x.index_select(0, pieces.used) for x in (owner, slots, out, lse))
             scores = None if scores is None else scores.index_select(0, pieces.used)
@@ -201,26 +211,26 @@ def attend_tiles(
     if other_lse is not None:
         part, lse = share(lse, other_lse.reshape(lse.shape))
         out = out * part[..., None]
-    mass = None
-    if need_mass:
+    attention_sum = None
+    if need_attention_sum:
         flat = lse.new_zeros(total * runs.max_length)
         for owner, slots, _, _, scores in results:
             assert scores is not None  # asked for above
             probabilities = torch.exp(scores - safe(lse)[owner][..., None]).sum(1)  # [P, T]; padding adds exact zeros
             flat.index_add_(0, (owner[:, None] * runs.max_length + slots).view(-1), probabilities.view(-1))
-        mass = flat.view(batch, heads, runs.max_length)
+        attention_sum = flat.view(batch, heads, runs.max_length)
     out = out.to(query.dtype).view(*query.shape[:3], -1)
-    return Attended(out, mass, lse.view(query.shape[:3]) if need_lse else None)
+    return Attended(out, attention_sum, lse.view(query.shape[:3]) if need_lse else None)
 
 
-def _nothing(query: Tensor, runs: Runs, need_mass: bool, need_lse: bool, other_lse: Tensor | None) -> Attended:
+def _nothing(query: Tensor, runs: Runs, need_attention_sum: bool, need_lse: bool, other_lse: Tensor | None) -> Attended:
     """No run stores anything: zeros, and an empty mass."""
-    mass = torch.zeros(runs.batch, runs.heads, 0, dtype=precision(query), device=query.device)
+    attention_sum = torch.zeros(runs.batch, runs.heads, 0, dtype=precision(query), device=query.device)
     lse = torch.full(query.shape[:3], -torch.inf, dtype=precision(query), device=query.device)
     if other_lse is not None:
         lse.copy_(other_lse)
     out = query.new_zeros(*query.shape[:3], value_dim(runs))
-    return Attended(out, mass if need_mass else None, lse if need_lse else None)
+    return Attended(out, attention_sum if need_attention_sum else None, lse if need_lse else None)
 
 
 def _pack(query: Tensor, heads: int) -> Tensor:
@@ -266,7 +276,7 @@ def _whole(
     values: Tensor,
     scaling: float,
     allowed: Tensor | None,
-    need_mass: bool,
+    need_attention_sum: bool,
     need_lse: bool,
     other_lse: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -276,9 +286,9 @@ def _whole(
 
     Returns out [B, H, n, Dv], mass [B, H, M] and log-sum-exp [B, H, n], the latter two where needed.
     """
-    mass = lse = None
+    attention_sum = lse = None
     if (
-        need_mass
+        need_attention_sum
         or need_lse
         or other_lse is not None
         or (keys.device.type == "cpu" and keys.shape[-1] != values.shape[-1])
@@ -292,12 +302,12 @@ def _whole(
             part, lse = share(lse, other_lse)
             probabilities = probabilities * part[..., None]
         out = probabilities @ values.to(probabilities.dtype)
-        mass = probabilities.sum(-2) if need_mass else None
+        attention_sum = probabilities.sum(-2) if need_attention_sum else None
     else:
         out = F.scaled_dot_product_attention(query, keys, values, attn_mask=allowed, scale=scaling)
     if allowed is not None:
         out = out.masked_fill(~allowed.any(-1, keepdim=True), 0)
-    return out.to(query.dtype), mass, lse if need_lse else None
+    return out.to(query.dtype), attention_sum, lse if need_lse else None
 
 
 def _scores(query: Tensor, keys: Tensor, scaling: float, allowed: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ class Attended(NamedTuple):
     """Decode attention of q queries over the stored slots of their runs."""
 
     out: Tensor  # [B, Hq, q, Dv] in the query's dtype
-    mass: Tensor | None = None  # [B, H, M] float32 (float64 for float64 queries), where asked for
+    attention_sum: Tensor | None = None  # [B, H, M] float32 (float64 for float64 queries), where asked for
     lse: Tensor | None = (
         None  # [B, Hq, q] natural log-sum-exp of the scaled scores, same dtype as mass, where asked for
     )

@@ -38,8 +38,8 @@ _FIELDS = {
     **dict.fromkeys(("table", "key_scale", "key_zero", "entry", "copied_keys", "copied_values"), "P"),
     **dict.fromkeys(("copied_format", "window"), "q"),
     "scaling": "d",
-    **dict.fromkeys(("other_lse", "out", "lse", "mass"), "P"),
-    "mass_width": "q",
+    **dict.fromkeys(("other_lse", "out", "lse", "attention_sum"), "P"),
+    "attention_sum_width": "q",
 }
 ARGUMENTS = struct.Struct(
     "".join(_FIELDS.values())
@@ -65,7 +65,7 @@ def attend(
     runs: Runs,
     scaling: float,
     mask: Tensor | None = None,
-    need_mass: bool = False,
+    need_attention_sum: bool = False,
     need_lse: bool = False,
     other_lse: Tensor | None = None,
 ) -> Attended:
@@ -73,7 +73,7 @@ def attend(
 
     MethodError: tensors that the kernel does not read (float64, other devices), or no kernel, with the reason.
     """
-    return _attend(query, runs, scaling, mask, need_mass, need_lse, other_lse, None)
+    return _attend(query, runs, scaling, mask, need_attention_sum, need_lse, other_lse, None)
 
 
 @torch.no_grad()
@@ -86,7 +86,7 @@ def attend_with_chunks(
     table: Tensor,
     mask: Tensor | None = None,
     *,
-    need_mass: bool = False,
+    need_attention_sum: bool = False,
     need_lse: bool = False,
 ) -> Attended:
     """Attention over chosen chunks of a store and over the runs' own slots, in one pass and without a copy.
@@ -96,7 +96,7 @@ def attend_with_chunks(
         chunk_keys: [N, T * D], chunk_values: [N, T * Dv]: N chunks of T tokens, in the dtype of the runs.
         table: int64 [R, K]: the chunks that run r = b * H + h reads; -1 = none. Every query may attend to all of them.
         mask: bool [B, 1 or H, q, M] over the runs' own slots.
-        need_mass: also return mass [B, H, M] over the runs' own slots; what goes to chunks is missing in its sum.
+        need_attention_sum: also return mass [B, H, M] over the runs' own slots; what goes to chunks is missing in its sum.
         need_lse: also return the log-sum-exp [B, Hq, q], over both.
     MethodError: as in `attend`. ValueError: shapes that do not fit, or an index beyond the store.
     """
@@ -114,7 +114,7 @@ def attend_with_chunks(
     if any(part.device.type != "cpu" for part in (chunk_keys, chunk_values, table)):
         raise MethodError("the cpu backend reads chunks on the CPU only")
     chunks = chunk_keys.contiguous(), chunk_values.contiguous(), table.contiguous()
-    return _attend(query, runs, scaling, mask, need_mass, need_lse, None, chunks)
+    return _attend(query, runs, scaling, mask, need_attention_sum, need_lse, None, chunks)
 
 
 def _attend(
@@ -122,7 +122,7 @@ def _attend(
     runs: Runs,
     scaling: float,
     mask: Tensor | None,
-    need_mass: bool,
+    need_attention_sum: bool,
     need_lse: bool,
     other_lse: Tensor | None,
     chunks: tuple[Tensor, Tensor, Tensor] | None,
@@ -157,8 +157,8 @@ def _attend(
         source = source.contiguous()
         strides = source.stride()
     out = torch.empty((batch, query_heads, q, value_dim), dtype=dtype)
-    lse = torch.empty((batch, query_heads, q)) if need_lse or need_mass else None
-    mass = torch.zeros((batch, heads, longest)) if need_mass else None
+    lse = torch.empty((batch, query_heads, q)) if need_lse or need_attention_sum else None
+    attention_sum = torch.zeros((batch, heads, longest)) if need_attention_sum else None
     start = runs.start if runs.start_host is None else runs.start_host
     length = runs.length if runs.length_host is None else runs.length_host
     mask_at = mask_batch = mask_head = mask_query = 0
@@ -197,9 +197,9 @@ def _attend(
         key_stride * itemsize, value_stride * itemsize, keys.shape[0], start.data_ptr(), length.data_ptr(),
         mask_at, mask_batch, mask_head, mask_query, heads, q, *stored, *coded, scaling,
         0 if other_lse is None else other_lse.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(),
-        0 if mass is None else mass.data_ptr(), longest,
+        0 if attention_sum is None else attention_sum.data_ptr(), longest,
     )  # fmt: skip
     status = library.foveakv_attend(arguments)
     if status:
         raise ValueError(f"decode attention on the CPU failed: {_FAILURES.get(status, f'status {status}')}")
-    return Attended(out if dtype == query.dtype else out.to(query.dtype), mass, lse if need_lse else None)
+    return Attended(out if dtype == query.dtype else out.to(query.dtype), attention_sum, lse if need_lse else None)

@@ -464,9 +464,9 @@ extern "C" struct Arguments {
   double scaling;
   const float* other_lse;  // [runs, rows] or null
   void* out;  // [runs, rows, value_dim]
-  float* lse;  // [runs, rows]; may be null without a mass
-  float* mass;  // [runs, mass_width] or null, zeros
-  int64_t mass_width;
+  float* lse;  // [runs, rows]; may be null without a attention_sum
+  float* attention_sum;  // [runs, attention_sum_width] or null, zeros
+  int64_t attention_sum_width;
 };
 
 namespace {
@@ -535,7 +535,7 @@ struct Decode {
   int64_t row_step, out_step;  // of padded rows
   int64_t first_row = 0, rows = 0;  // of this pass
   Floats partial_out, partial_top, partial_sum;
-  Floats kept, kept_top;  // for a mass: the weights of own slots, and the largest score that a tile's were taken to
+  Floats kept, kept_top;  // for a attention_sum: the weights of own slots, and the largest score that a tile's were taken to
 
   explicit Decode(const Arguments& arguments)
       : a(arguments), row_step(padded<T>(a.dim)), out_step(padded<T>(a.value_dim)) {}
@@ -588,7 +588,7 @@ struct Decode {
       partial_top = floats(partials * most);
       partial_sum = floats(partials * most);
     }
-    if (a.mass) {
+    if (a.attention_sum) {
       kept = floats(offset * most);
       kept_top = floats(tiles * most);
     }
@@ -614,8 +614,8 @@ struct Decode {
         attend(piece);
         if (piece.of > 1 && left[piece.run].fetch_sub(1, std::memory_order_acq_rel) == 1) merge(piece.run, piece.of);
       });
-      if (a.mass) {
-        in_parallel(pieces.size(), [&](int64_t i) { add_mass(pieces[i]); });
+      if (a.attention_sum) {
+        in_parallel(pieces.size(), [&](int64_t i) { add_attention_sum(pieces[i]); });
       }
     }
   }
@@ -626,7 +626,7 @@ struct Decode {
     const Floats memory = floats(rows * row_floats + (copies ? std::max(row_step, out_step) : 0));
     Work w;
     w.run = piece.run;
-    w.kept_top = a.mass ? kept_top.get() + piece.first_tile * rows : nullptr;
+    w.kept_top = a.attention_sum ? kept_top.get() + piece.first_tile * rows : nullptr;
     w.query = memory.get();
     w.out = w.query + rows * row_step;
     w.weights = w.out + rows * out_step;
@@ -783,7 +783,7 @@ struct Decode {
         all += weight;
       }
       store(w.totals + g * LANES, all);
-      if (a.mass && own >= 0) {
+      if (a.attention_sum && own >= 0) {
         std::copy(s, s + count, kept.get() + score_offset[w.run] * rows + g * a.length[w.run] + own);
         *w.kept_top++ = w.top[g];
       }
@@ -906,13 +906,13 @@ struct Decode {
     }
   }
 
-  // mass[slot] += sum over rows of weight * e^(the score that it was taken to - log-sum-exp)
-  void add_mass(const Piece& piece) {
+  // attention_sum[slot] += sum over rows of weight * e^(the score that it was taken to - log-sum-exp)
+  void add_attention_sum(const Piece& piece) {
     const int64_t run = piece.run, border = chosen_slots[run], length = a.length[run];
     const int64_t begin = std::max(piece.begin, border) - border, end = piece.end - border;
     const float* top = kept_top.get() + piece.first_tile * rows;
     const float* lse = a.lse + run * a.rows + first_row;
-    float* to = a.mass + run * a.mass_width;
+    float* to = a.attention_sum + run * a.attention_sum_width;
     for (int64_t from = begin; from < end; from += TILE, top += rows) {
       const float* weights = kept.get() + score_offset[run] * rows + from;
       const int count = int(std::min<int64_t>(TILE, end - from)), whole = count / LANES * LANES;
@@ -969,8 +969,8 @@ extern "C" struct Ranking {
   int64_t runs, heads, per_head, stored;
   const int64_t *start, *length;  // [runs]; the runs of a group are equally long
   float* score;       // [stored]
-  const float* mass;  // [runs, mass_width]
-  int64_t mass_width;
+  const float* attention_sum;  // [runs, attention_sum_width]
+  int64_t attention_sum_width;
   const int32_t* place;  // [stored], of which a group reads its first run's; null: a slot's place is its number
   const int64_t *low, *high;  // [groups]: candidates are at places from low on, below high
   uint8_t* marked;  // [stored] or null: marked slots are no candidates, and the lowest slots become marked
@@ -992,7 +992,7 @@ struct Lowest {
   }
 };
 
-// score += mass for slots begin to end of a group's runs, and the lowest of the candidates among them.
+// score += attention_sum for slots begin to end of a group's runs, and the lowest of the candidates among them.
 Lowest add_and_find(const Ranking& a, int64_t group, int64_t begin, int64_t end) {
   const int64_t heads = a.per_head ? 1 : a.heads, first = group * heads, own = a.start[first];
   constexpr int64_t MOST = std::numeric_limits<int32_t>::max();
@@ -1005,16 +1005,16 @@ Lowest add_and_find(const Ranking& a, int64_t group, int64_t begin, int64_t end)
     const int count = int(std::min(RANKED_AT_ONCE, end - from)), whole = count / LANES * LANES;
     for (int64_t head = 0; head < heads; ++head) {
       float* score = a.score + a.start[first + head] + from;
-      const float* mass = a.mass + (first + head) * a.mass_width + from;
+      const float* attention_sum = a.attention_sum + (first + head) * a.attention_sum_width + from;
       for (int k = 0; k < whole; k += LANES) {
         __builtin_prefetch(score + k + RANKED_AT_ONCE, 1, 2);
-        __builtin_prefetch(mass + k + RANKED_AT_ONCE, 0, 2);
-        const Vec sum = load(score + k) + load(mass + k);
+        __builtin_prefetch(attention_sum + k + RANKED_AT_ONCE, 0, 2);
+        const Vec sum = load(score + k) + load(attention_sum + k);
         store(score + k, sum);
         store(sums + k, head ? load(sums + k) + sum : sum);
       }
       for (int k = whole; k < count; ++k) {
-        score[k] += mass[k];
+        score[k] += attention_sum[k];
         sums[k] = head ? sums[k] + score[k] : score[k];
       }
     }
@@ -1058,7 +1058,7 @@ Status rank(const Ranking& a) {
   int64_t total = 0;
   for (int64_t run = 0; run < a.runs; ++run) {
     const int64_t length = a.length[run], whose = a.per_head ? run : run / a.heads * a.heads;
-    if (length < 0 || length > a.mass_width || length != a.length[whose] ||
+    if (length < 0 || length > a.attention_sum_width || length != a.length[whose] ||
         (length > 0 && (a.start[run] < 0 || a.start[run] + length > a.stored)))
       return BAD_RUNS;
     total += length;

@@ -14,22 +14,27 @@ from foveakv.memory.segments import Runs
 # `struct Ranking` of cpu_decode.cpp, field by field.
 _FIELDS = {
     **dict.fromkeys(("runs", "heads", "per_head", "stored"), "q"),
-    **dict.fromkeys(("start", "length", "score", "mass"), "P"),
-    "mass_width": "q",
+    **dict.fromkeys(("start", "length", "score", "attention_sum"), "P"),
+    "attention_sum_width": "q",
     **dict.fromkeys(("place", "low", "high", "marked", "lowest"), "P"),
 }
 RANKING = struct.Struct("".join(_FIELDS.values()))
 
 
-def usable(score: Tensor, mass: Tensor) -> bool:
+def usable(score: Tensor, attention_sum: Tensor) -> bool:
     """Whether `add_and_find` can be called: only where the library is loaded already, nothing is built for it."""
-    return KERNEL.loaded is not None and score.is_cpu and mass.is_cpu and score.dtype == mass.dtype == torch.float32
+    return (
+        KERNEL.loaded is not None
+        and score.is_cpu
+        and attention_sum.is_cpu
+        and score.dtype == attention_sum.dtype == torch.float32
+    )
 
 
 def add_and_find(
     runs: Runs,
     score: Tensor,
-    mass: Tensor,
+    attention_sum: Tensor,
     low: list[int],
     high: list[int],
     *,
@@ -53,9 +58,9 @@ def add_and_find(
     """
     total, heads = runs.batch * runs.heads, runs.heads
     groups = total if per_head else runs.batch
-    if len(low) != groups or len(high) != groups or mass.shape != (runs.batch, heads, runs.max_length):
-        raise ValueError(f"add_and_find expects {groups} bounds and mass [B, H, M], got {tuple(mass.shape)}")
-    mass = mass.contiguous()
+    if len(low) != groups or len(high) != groups or attention_sum.shape != (runs.batch, heads, runs.max_length):
+        raise ValueError(f"add_and_find expects {groups} bounds and mass [B, H, M], got {tuple(attention_sum.shape)}")
+    attention_sum = attention_sum.contiguous()
     start = runs.start if runs.start_host is None else runs.start_host
     length = runs.length if runs.length_host is None else runs.length_host
     found = torch.empty((runs.batch, groups // runs.batch, 1), dtype=torch.int64)
@@ -63,7 +68,7 @@ def add_and_find(
     bounds, _ = limits.buffer_info()
     arguments = RANKING.pack(
         total, heads, per_head, score.shape[0], start.data_ptr(), length.data_ptr(), score.data_ptr(),
-        mass.data_ptr(), runs.max_length, runs.positions.data_ptr() if by_position else 0,
+        attention_sum.data_ptr(), runs.max_length, runs.positions.data_ptr() if by_position else 0,
         bounds, bounds + 8 * groups, 0 if marked is None else marked.data_ptr(),
         found.data_ptr(),
     )  # fmt: skip

@@ -36,25 +36,27 @@ def attend_with_pages(
     mask: Tensor | None = None,
     page_mask: Tensor | None = None,
     *,
-    need_mass: bool = False,
+    need_attention_sum: bool = False,
     backend: str = "auto",
 ) -> Attended:
     """Attention of query [B, Hq, q, D] over the runs' own slots and their pages.
 
     mask: bool [B, 1 or H, q, M] over own slots. page_mask: bool [B, H, q, K * T] over the pages in the order of the
-    table; None = every query may attend to all of them. Returns out [B, Hq, q, Dv], and with `need_mass` the mass
+    table; None = every query may attend to all of them. Returns out [B, Hq, q, Dv], and with `need_attention_sum` the attention sum
     [B, H, M] of the own slots.
-    MethodError: `need_mass` together with a page_mask, or what `attend` raises. ValueError: shapes.
+    MethodError: `need_attention_sum` together with a page_mask, or what `attend` raises. ValueError: shapes.
     """
     if not query.is_cpu:
         raise MethodError("pages are read where they lie on a CPU only; bring them into the segments on a device")
-    many = backend == "auto" and choose(query, runs, need_mass=need_mass) != "cpu"
+    many = backend == "auto" and choose(query, runs, need_attention_sum=need_attention_sum) != "cpu"
     if page_mask is None and not many:
         return cpu.attend_with_chunks(
-            query, runs, scaling, pages.keys, pages.values, pages.table, mask, need_mass=need_mass
+            query, runs, scaling, pages.keys, pages.values, pages.table, mask, need_attention_sum=need_attention_sum
         )
-    if need_mass:
-        raise MethodError("pages that a mask hides in part cannot be combined with a method that needs the mass")
+    if need_attention_sum:
+        raise MethodError(
+            "pages that a mask hides in part cannot be combined with a method that needs the attention sum"
+        )
     copied = _copied(pages, runs)
     if page_mask is not None:
         page_mask = page_mask[..., : copied.max_length]

@@ -14,7 +14,7 @@ def attend(
     runs: Runs,
     scaling: float,
     mask: Tensor | None = None,
-    need_mass: bool = False,
+    need_attention_sum: bool = False,
     need_lse: bool = False,
     other_lse: Tensor | None = None,
 ) -> Attended:
@@ -23,7 +23,7 @@ def attend(
     group = query_heads // runs.heads
     dtype = precision(query)
     out = query.new_zeros(batch, query_heads, q, value_dim(runs))
-    mass = torch.zeros(batch, runs.heads, runs.max_length, dtype=dtype, device=query.device)
+    attention_sum = torch.zeros(batch, runs.heads, runs.max_length, dtype=dtype, device=query.device)
     lse = torch.full((batch, query_heads, q), -torch.inf, dtype=dtype, device=query.device)
     if other_lse is not None:
         lse.copy_(other_lse)
@@ -46,6 +46,6 @@ def attend(
             part, whole = share(whole, other_lse[b, heads])
             probabilities = probabilities * part[..., None]
         out[b, heads] = (probabilities @ values).to(query.dtype)
-        mass[b, h, :length] = probabilities.sum((0, 1))
+        attention_sum[b, h, :length] = probabilities.sum((0, 1))
         lse[b, heads] = whole
-    return Attended(out, mass if need_mass else None, lse if need_lse else None)
+    return Attended(out, attention_sum if need_attention_sum else None, lse if need_lse else None)

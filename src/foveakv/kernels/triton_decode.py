@@ -1,7 +1,7 @@
 """Decode attention in Triton: every stored slot is read once, in place, whatever the lengths of the runs.
 
 Two launches: one program per (run, split of the run) does an online softmax over its slots, then the splits of every
-row are merged. The attention mass, where asked for, is a third launch that recomputes the scores against the final
+row are merged. The attention sum, where asked for, is a third launch that recomputes the scores against the final
 log-sum-exp, so that nothing is added atomically and the result does not change from call to call.
 
 Nothing waits for the device: starts and lengths are read there, and the grid follows from shapes and from the power
@@ -62,13 +62,13 @@ def attend(
     runs: Runs,
     scaling: float,
     mask: Tensor | None = None,
-    need_mass: bool = False,
+    need_attention_sum: bool = False,
     need_lse: bool = False,
     other_lse: Tensor | None = None,
 ) -> Attended:
     """See `foveakv.kernels.attend` for shapes. float16, bfloat16, float32 and codes; head dims up to 256."""
-    out, mass, lse = attend_with_lse(query, runs, scaling, mask, need_mass, other_lse)
-    return Attended(out, mass, lse if need_lse else None)
+    out, attention_sum, lse = attend_with_lse(query, runs, scaling, mask, need_attention_sum, other_lse)
+    return Attended(out, attention_sum, lse if need_lse else None)
 
 
 def attend_with_lse(
@@ -76,7 +76,7 @@ def attend_with_lse(
     runs: Runs,
     scaling: float,
     mask: Tensor | None = None,
-    need_mass: bool = False,
+    need_attention_sum: bool = False,
     other_lse: Tensor | None = None,
     *,
     tile: int | None = None,
@@ -96,11 +96,11 @@ def attend_with_lse(
     rows, total = query_heads // runs.heads * q, batch * runs.heads
     out = query.new_empty(batch, query_heads, q, value_dim)
     lse = torch.empty(batch, query_heads, q, dtype=torch.float32, device=query.device)
-    mass = None
-    if need_mass:
-        mass = torch.empty(batch, runs.heads, runs.max_length, dtype=torch.float32, device=query.device)
+    attention_sum = None
+    if need_attention_sum:
+        attention_sum = torch.empty(batch, runs.heads, runs.max_length, dtype=torch.float32, device=query.device)
     if runs.max_length == 0:
-        return out.zero_(), mass, lse.fill_(-torch.inf) if other_lse is None else lse.copy_(other_lse)
+        return out.zero_(), attention_sum, lse.fill_(-torch.inf) if other_lse is None else lse.copy_(other_lse)
 
     kind = 0 if codes is None else KINDS[codes.kind]
     narrowest = 32 if kind == 2 else 16  # tl.dot wants 16, and two channels of 4 bits share a byte
@@ -144,15 +144,15 @@ def attend_with_lse(
         if other_lse is not None:
             part, lse = share(lse, other_lse)
             out = (out * part[..., None]).to(out.dtype)
-        if mass is not None:
-            kernels.attention_mass[total, -(-runs.max_length // tile)](
-                query, runs.keys, *scale_zero, runs.start, runs.length, bits, lse, mass, scale,
+        if attention_sum is not None:
+            kernels.attention_sum[total, -(-runs.max_length // tile)](
+                query, runs.keys, *scale_zero, runs.start, runs.length, bits, lse, attention_sum, scale,
                 rows, q, runs.heads, runs.max_length,
                 *query.stride(), runs.keys.stride(0), *mask_strides,
                 D=dim, BLOCK_D=block_d, ROWS=block_rows, TILE=tile, HAS_MASK=mask is not None, UPCAST=upcast, KIND=kind,
                 **tuning,
             )  # fmt: skip
-    return out, mass, lse
+    return out, attention_sum, lse
 
 
 def row_block(rows: int, slot_bytes: int) -> int:

@@ -230,8 +230,8 @@ def merge_parts(
 
 
 @triton.jit(do_not_specialize=["rows", "longest", "stride_mb", "stride_mh", "stride_mq"])
-def attention_mass(
-    query, keys, key_scale, key_zero, start, length, mask, lse, mass, scale, rows, q, heads, longest,
+def attention_sum(
+    query, keys, key_scale, key_zero, start, length, mask, lse, attention_sum, scale, rows, q, heads, longest,
     stride_qb, stride_qh, stride_qq, stride_qd, stride_k, stride_mb, stride_mh, stride_mq,
     D: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, HAS_MASK: tl.constexpr, UPCAST: tl.constexpr, KIND: tl.constexpr,
@@ -259,7 +259,7 @@ def attention_mass(
         base = tl.where(known == float("-inf"), 0.0, known * 1.4426950408889634)
         weight = tl.exp2(scores - base[:, None])
         spent += tl.sum(tl.where((row < rows)[:, None], weight, 0.0), 0)
-    tl.store(mass + run.to(tl.int64) * longest + slot, spent, mask=slot < longest)
+    tl.store(attention_sum + run.to(tl.int64) * longest + slot, spent, mask=slot < longest)
 
 
 INTERPRETED = not isinstance(partial_attention, triton.runtime.JITFunction)  # TRITON_INTERPRET=1 when this was imported

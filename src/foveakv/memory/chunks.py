@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveakv.columns import real_first
+from foveakv.core.columns import real_first
 from foveakv.memory.chunk_files import ChunkWriter, Place, Staging
 from foveakv.memory.digests import DigestDtype, Digests, Summary, summarised, widened_query
 from foveakv.memory.pages import Pages
@@ -122,7 +122,7 @@ class ChunkStore:
         self._keys, self._values = parts
         return digests
 
-    # ---- accounting (foveakv.layer.ExtraMemory)
+    # ---- accounting (foveakv.engines.transformers.layer.ExtraMemory)
 
     @property
     def digests(self) -> Tensor:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foveakv.memory.codes import Codes, Exact
-from foveakv.memory.ring import Ring
+from foveakv.memory.quantizer import Quantizer, Residual
+from foveakv.memory.residual import ResidualWindow
 from foveakv.memory.rows import alike, flat, moves, shift, take
 
 _CPU = torch.device("cpu")
@@ -39,8 +39,8 @@ class Runs:
     uniform: bool  # every run has max_length slots and starts at r * (N // R): dense views exist
     start_host: Tensor | None = None  # CPU copies of start and length: planning needs no device synchronisation
     length_host: Tensor | None = None
-    codes: Codes | None = None  # how uint8 rows are to be read; None: rows are numbers
-    exact: Exact | None = None  # full-precision copies of some slots, to be used in place of their codes
+    codes: Quantizer | None = None  # how uint8 rows are to be read; None: rows are numbers
+    exact: Residual | None = None  # full-precision copies of some slots, to be used in place of their codes
 
 
 def slack(length: int) -> int:
@@ -84,11 +84,17 @@ class Segments:
     _fields: dict[str, Tensor]  # [N] each
     _views: list[Tensor]  # the same buffers as [B, H, capacity, ...], where strided
     _runs: Runs | None
-    _codes: Codes | None  # None: rows are numbers
-    _ring: Ring | None  # None: no exact copies
+    _codes: Quantizer | None  # None: rows are numbers
+    _ring: ResidualWindow | None  # None: no exact copies
 
     def __init__(
-        self, batch: int, heads: int, keys: Tensor, values: Tensor, codes: Codes | None = None, exact_window: int = 0
+        self,
+        batch: int,
+        heads: int,
+        keys: Tensor,
+        values: Tensor,
+        codes: Quantizer | None = None,
+        residual_length: int = 0,
     ) -> None:
         """An empty memory for rows like keys [..., D] and values [..., Dv]; `from_dense` is the usual way in."""
         if batch < 1 or heads < 1:
@@ -100,7 +106,7 @@ class Segments:
         self._ring = None
         self._dtype = keys.dtype
         if codes is not None:
-            self._ring = Ring(batch, heads, exact_window, keys, values) if exact_window else None
+            self._ring = ResidualWindow(batch, heads, residual_length, keys, values) if residual_length else None
             keys = torch.empty(0, codes.key_bytes, dtype=torch.uint8, device=keys.device)
             values = torch.empty(0, codes.value_bytes, dtype=torch.uint8, device=keys.device)
         with torch.inference_mode(False):
@@ -122,7 +128,7 @@ class Segments:
         positions: Tensor,
         *,
         kv_dtype: str | None = None,
-        exact_window: int = 32,
+        residual_length: int = 32,
         real: Tensor | None = None,
     ) -> Segments:
         """Copy the kept columns of a dense layer; nothing keeps the dense tensors alive afterwards.
@@ -131,7 +137,7 @@ class Segments:
         The order inside a run is the order of the columns.
 
         kv_dtype: "int8" or "int4" stores codes. Key channels range over all columns that are real, bool [B, C] (None:
-        all), and not only over the kept ones. The last exact_window tokens of each run stay exact as well.
+        all), and not only over the kept ones. The last residual_length tokens of each run stay exact as well.
         """
         batch, heads, columns = keys.shape[:3]
         if values.shape[:3] != keys.shape[:3]:
@@ -140,8 +146,8 @@ class Segments:
             raise ValueError(f"keep must be bool [B, H, C] or [B, 1, C], got {keep.dtype} {tuple(keep.shape)}")
         if positions.shape != (batch, columns):
             raise ValueError(f"positions must be [B, C] = {(batch, columns)}, got {tuple(positions.shape)}")
-        codes = None if kv_dtype is None else Codes.of_prompt(kv_dtype, keys, values.shape[-1], real)
-        self = cls(batch, heads, keys, values, codes, exact_window)
+        codes = None if kv_dtype is None else Quantizer.of_prompt(kv_dtype, keys, values.shape[-1], real)
+        self = cls(batch, heads, keys, values, codes, residual_length)
         mask = keep.to(keys.device).expand(batch, heads, columns).reshape(batch * heads, columns)
         lengths = mask.sum(-1).cpu()
         run, column = mask.nonzero(as_tuple=True)
@@ -164,7 +170,7 @@ class Segments:
         self._set_lengths(lengths)
         if self._ring is not None:
             self.add_field("exact", dtype=torch.int16, fill=-1)
-            entry = exact_window - (self._start_dev + self._length_dev)[run] + target  # the last slot: W - 1
+            entry = residual_length - (self._start_dev + self._length_dev)[run] + target  # the last slot: W - 1
             near = entry >= 0
             sequence, head, column, run, entry = (index[near] for index in (sequence, head, column, run, entry))
             self._ring.keys[run, entry] = keys.detach()[sequence, head, column]
@@ -206,7 +212,7 @@ class Segments:
         return self._device
 
     @property
-    def codes(self) -> Codes | None:
+    def codes(self) -> Quantizer | None:
         """How keys and values are stored; None: as the model computed them."""
         return self._codes
 
@@ -229,7 +235,7 @@ class Segments:
             if self._codes is not None:
                 self._runs.codes = self._codes
             if self._ring is not None:
-                self._runs.exact = Exact(self._ring.keys, self._ring.values, self._fields["exact"])
+                self._runs.exact = Residual(self._ring.keys, self._ring.values, self._fields["exact"])
         return self._runs
 
     def dense(self) -> tuple[Tensor, Tensor]:
@@ -570,7 +576,7 @@ class Segments:
             raise KeyError(f"no field {name!r} here, only {sorted(self._fields)}; add_field creates one")
         return self._fields[name]
 
-    def _release(self, ring: Ring, q: int) -> None:
+    def _release(self, ring: ResidualWindow, q: int) -> None:
         """Takes the ring's entries for q new tokens from the slots that have them."""
         count, window = min(q, ring.window), ring.window
         entries = self._fields["exact"]

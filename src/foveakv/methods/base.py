@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from foveakv.budget import parse_budget
+from foveakv.core.budget import parse_budget
 from foveakv.errors import CacheInUseError
 
 if TYPE_CHECKING:
-    from foveakv.cache import CompressedCache
+    from foveakv.core.prompt import PromptMap
+    from foveakv.engines.transformers.cache import CompressedCache
     from foveakv.memory.pages import Pages
     from foveakv.memory.segments import Segments
-    from foveakv.prompt import PromptMap
 
 
 class Counts(dict[str, int]):
@@ -40,13 +40,13 @@ class Counts(dict[str, int]):
 class LayerView:
     """What both phases share.
 
-    `layer_idx` is the model's index of the layer, `ordinal` counts compressed layers only (0 is the first one).
+    `layer_idx` is the model's index of the layer, `compressed_idx` counts compressed layers only (0 is the first one).
     `query` [B, Hq, q, D] is rotated; query heads `h * G ... h * G + G - 1` read KV head `h`.
     `state` belongs to this layer, `cache.state` to the whole cache; both start empty with every prompt.
     """
 
     layer_idx: int
-    ordinal: int
+    compressed_idx: int
     query: Tensor
     scaling: float
     cache: CompressedCache
@@ -80,15 +80,15 @@ class PrefillView(LayerView):
 class DecodeView(LayerView):
     """One layer in one decode step (or a later turn's q > 1 tokens), after the new KV was appended.
 
-    `mass` [B, H, M] is the attention that every stored slot received in this step, summed over the query group and the
-    q queries; None in `before_attention`, and where the method does not set `needs_mass`. `seen` counts all tokens of
+    `attention_sum` [B, H, M] is the attention that every stored slot received in this step, summed over the query group and the
+    q queries; None in `before_attention`, and where the method does not set `needs_attention_sum`. `seen` counts all tokens of
     the context, the new ones included. `before_attention` may set `pages` of a store: the step then attends to them as
     well, where they lie (`foveakv.kernels.paged` says on what machines that works).
     """
 
     segments: Segments
     seen: int
-    mass: Tensor | None = field(default=None)
+    attention_sum: Tensor | None = field(default=None)
     pages: Pages | None = field(default=None)
 
 
@@ -119,8 +119,8 @@ class Method:
     """Drops nothing but visual tokens, so that a prompt without any is a mistake."""
 
     @property
-    def needs_mass(self) -> bool:
-        """Whether `decode` reads `view.mass`."""
+    def needs_attention_sum(self) -> bool:
+        """Whether `decode` reads `view.attention_sum`."""
         return False
 
     @property
@@ -143,7 +143,7 @@ class Method:
         """Ordinal of the layer after which evicted tokens also leave the residual stream; None = they never do."""
         return None
 
-    def needs_queries(self, ordinal: int) -> bool:
+    def needs_queries(self, compressed_idx: int) -> bool:
         """Whether `prefill` of this layer reads query rows before the last chunk of a chunked prefill."""
         return False
 

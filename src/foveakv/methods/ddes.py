@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from foveakv import scores
-from foveakv.columns import real_first
+from foveakv.core import attention_stats as scores
+from foveakv.core.columns import real_first
 from foveakv.errors import MethodError
 from foveakv.kernels import cpu_scores
 from foveakv.methods import checks
 from foveakv.methods.base import DecodeView, Drop, PrefillView, keep_top
 
 if TYPE_CHECKING:
-    from foveakv.cache import CompressedCache
+    from foveakv.engines.transformers.cache import CompressedCache
 
 # Per-slot fields: cumulative attention, in the bin or not, steps among the most attended, steps since entry.
 SCORE, MARKED, USES, AGE = "score", "marked", "uses", "age"
@@ -151,9 +151,11 @@ class RecycleBin:
             What leaves: None when nothing does; a `Drop` where the bin holds one token, so that every step evicts;
             bool [B, H, M] of the slots to keep when a bin is flushed.
         """
-        segments, state, mass = view.segments, view.state, view.mass
-        if mass is None:
-            raise MethodError(f"{view.cache.method.name} needs the attention of each step: let needs_mass return True")
+        segments, state, attention_sum = view.segments, view.state, view.attention_sum
+        if attention_sum is None:
+            raise MethodError(
+                f"{view.cache.method.name} needs the attention of each step: let needs_attention_sum return True"
+            )
         if self.size == 1 and "since" not in state:
             self._look_up_protected(view)
         # Every head of a layer holds equally many.
@@ -165,12 +167,12 @@ class RecycleBin:
         told["evicted_decode"] += sum(evict) * segments.heads
         if any(evict):
             view.count(flushes=sum(evict) // self.size)
-        if self._one_each(state, over, evict) and cpu_scores.usable(segments.flat(SCORE), mass):
-            slots = self._add_and_find(view, mass, over, evict)
+        if self._one_each(state, over, evict) and cpu_scores.usable(segments.flat(SCORE), attention_sum):
+            slots = self._add_and_find(view, attention_sum, over, evict)
             return Drop(slots, evict) if self.size == 1 else None
-        segments.add(SCORE, mass)
+        segments.add(SCORE, attention_sum)
         if self.score != "attention":
-            self._count_uses(view, mass)
+            self._count_uses(view, attention_sum)
         if not any(over):
             return None
         if self.size == 1:
@@ -189,7 +191,7 @@ class RecycleBin:
             return max(evict) == 1
         return not any(evict) and max(map(sub, over, state["marked"].tolist())) == 1
 
-    def _add_and_find(self, view: DecodeView, mass: Tensor, over: list[int], evict: list[int]) -> Tensor:
+    def _add_and_find(self, view: DecodeView, attention_sum: Tensor, over: list[int], evict: list[int]) -> Tensor:
         """The step's addition and the search (and with a bin the mark) in one pass: int64 [B, H or 1, 1].
 
         The same as `Segments.add` with `_lowest` or `_mark`. Sums over 16 heads or more may differ in their last bit.
@@ -206,7 +208,7 @@ class RecycleBin:
             first, end = [self.sink] * (len(over) * groups), [length for length in lengths for _ in range(groups)]
         end = [limit if wanted[i // groups] else 0 for i, limit in enumerate(end)]
         return cpu_scores.add_and_find(
-            segments.runs, segments.flat(SCORE), mass, first, end, per_head=self.per_head, by_position=self.size == 1,
+            segments.runs, segments.flat(SCORE), attention_sum, first, end, per_head=self.per_head, by_position=self.size == 1,
             marked=None if self.size == 1 else segments.flat(MARKED),
         )  # fmt: skip
 
@@ -318,13 +320,13 @@ class RecycleBin:
         heads = newest.shape[1] if self.per_head else 1
         return torch.where(passed < decoded, newest[:, :heads, passed : passed + 1], view.seen - decoded)
 
-    def _count_uses(self, view: DecodeView, mass: Tensor) -> None:
+    def _count_uses(self, view: DecodeView, attention_sum: Tensor) -> None:
         """One more step for every slot, one more use for the most attended tenth (equals of its last one included)."""
         segments = view.segments
-        pooled = mass if self.per_head else mass.sum(1, keepdim=True)
+        pooled = attention_sum if self.per_head else attention_sum.sum(1, keepdim=True)
         tenth = (segments.lengths[:, : pooled.shape[1]] * MOST_ATTENDED).ceil().to(torch.long)
         best = pooled.topk(int(tenth.max()), dim=-1).values
-        least = best.gather(-1, (tenth - 1).to(mass.device)[..., None])
+        least = best.gather(-1, (tenth - 1).to(attention_sum.device)[..., None])
         segments.set_field(USES, segments.field(USES) + ((pooled >= least) & (pooled > 0)))
         segments.set_field(AGE, segments.field(AGE) + 1)
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from foveakv.core.attention_stats import attention_rows
 from foveakv.errors import MethodError
 from foveakv.methods.base import Method, PrefillView, keep_top
 from foveakv.methods.checks import flag, share, whole_number
-from foveakv.scores import attention_rows
 
 if TYPE_CHECKING:
-    from foveakv.cache import CompressedCache
+    from foveakv.engines.transformers.cache import CompressedCache
 
 
 @dataclass
@@ -49,8 +49,8 @@ class FastV(Method):
     def drop_hidden_after(self) -> int | None:
         return self.layer - 1 if self.drop_hidden_states else None
 
-    def needs_queries(self, ordinal: int) -> bool:
-        return ordinal == self.layer - 1
+    def needs_queries(self, compressed_idx: int) -> bool:
+        return compressed_idx == self.layer - 1
 
     def begin(self, cache: CompressedCache) -> None:
         layers = len(cache.compressed)
@@ -61,9 +61,9 @@ class FastV(Method):
 
     def prefill(self, view: PrefillView) -> Tensor | None:
         scoring = self.layer - 1
-        if view.ordinal < scoring:
+        if view.compressed_idx < scoring:
             return None
-        if view.ordinal == scoring:
+        if view.compressed_idx == scoring:
             keep = self._choose(view)
             view.cache.state["fastv_keep"] = keep
             if self.drop_hidden_states and not bool(keep.all()):

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torch import Tensor
 
-from foveakv.budget import parse_budget
+from foveakv.core.budget import parse_budget
 from foveakv.methods import checks
 from foveakv.methods.base import DecodeView, Drop, Method, PrefillView
 from foveakv.methods.ddes import RecycleBin, check_rows, prompt_scores
 
 if TYPE_CHECKING:
-    from foveakv.cache import CompressedCache
+    from foveakv.engines.transformers.cache import CompressedCache
 
 
 @dataclass
@@ -44,7 +44,7 @@ class H2O(Method):
         check_rows(self.name, self.prefill_rows)
 
     @property
-    def needs_mass(self) -> bool:
+    def needs_attention_sum(self) -> bool:
         return True
 
     @property
@@ -55,7 +55,7 @@ class H2O(Method):
     def _bin(self) -> RecycleBin:
         return RecycleBin(size=1, per_head=self.per_head_scores)
 
-    def needs_queries(self, ordinal: int) -> bool:
+    def needs_queries(self, compressed_idx: int) -> bool:
         return True
 
     def begin(self, cache: CompressedCache) -> None:

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from foveakv import scores
-from foveakv.budget import parse_budget
+from foveakv.core import attention_stats as scores
+from foveakv.core.budget import parse_budget
 from foveakv.errors import MethodError, NoVisualTokensError
 from foveakv.methods import checks
 from foveakv.methods.base import DecodeView, Drop, Method, PrefillView, keep_top
 from foveakv.methods.ddes import RecycleBin, check_room, check_rows, prompt_scores
 
 if TYPE_CHECKING:
-    from foveakv.cache import CompressedCache
+    from foveakv.engines.transformers.cache import CompressedCache
 
 R, RELATIVE_R, ALPHA = 0.0012, 0.7, 0.001
 # Values that the paper gives for its models.
@@ -169,7 +169,7 @@ class HAE(Method):
         )  # fmt: skip
 
     @property
-    def needs_mass(self) -> bool:
+    def needs_attention_sum(self) -> bool:
         return self.ddes
 
     @property
@@ -180,8 +180,8 @@ class HAE(Method):
     def drop_hidden_after(self) -> int | None:
         return 0 if self.drop_hidden_states else None
 
-    def needs_queries(self, ordinal: int) -> bool:
-        return self.ddes or ordinal == 0
+    def needs_queries(self, compressed_idx: int) -> bool:
+        return self.ddes or compressed_idx == 0
 
     # ---- the prompt
 
@@ -199,7 +199,7 @@ class HAE(Method):
     def prefill(self, view: PrefillView) -> Tensor | None:
         """DAP in the first layer, its verdict in all (index broadcasting); then the scores that DDES starts from."""
         shared = view.cache.state
-        if view.ordinal == 0:
+        if view.compressed_idx == 0:
             pruned = self._prune(view) if self.dap else torch.zeros_like(view.prompt.real)
             shared["hae_keep"] = view.prompt.real & ~pruned
             shared.setdefault("hae", {})["evicted_visual"] = pruned.sum(-1).tolist()
@@ -209,7 +209,7 @@ class HAE(Method):
                 lengths = shared["hae_keep"].sum(-1).cpu()
                 steady, recent = self._steady(view.cache, lengths)
                 shared["hae_sizes"] = steady, recent, bool((lengths > steady).any())
-        shortened = view.ordinal > 0 and view.cache.dropped is not None  # pruned tokens never came here
+        shortened = view.compressed_idx > 0 and view.cache.dropped is not None  # pruned tokens never came here
         keep = (view.prompt.real if shortened else shared["hae_keep"])[:, None]
         if not self.ddes:
             return keep

@@ -1,4 +1,4 @@
-"""Files of head scores: [layers, KV heads], none of them negative. `foveakv.head_scores` measures them."""
+"""Files of head scores: [layers, KV heads], none of them negative. `foveakv.analysis.head_scores` measures them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foveakv.errors import MethodError
-from foveakv.files import replacing, write_text
+from foveakv.util.files import replacing, write_text
 
 
 def save_head_scores(scores: Tensor, path: str | Path) -> None:
@@ -32,7 +32,9 @@ def load_head_scores(path: str | Path) -> Tensor:
     """Scores of a file that `save_head_scores` wrote, float64 [layers, KV heads]. MethodError: it holds none."""
     path = Path(path)
     if not path.is_file():
-        raise MethodError(f"head_scores: there is no file {path}; make it with foveakv.head_scores.visual_head_scores")
+        raise MethodError(
+            f"head_scores: there is no file {path}; make it with foveakv.analysis.head_scores.visual_head_scores"
+        )
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -44,7 +46,7 @@ def load_head_scores(path: str | Path) -> Tensor:
         raise MethodError(f"head_scores: {path} cannot be read: {error}") from error
     if isinstance(found, dict):
         if "scores" not in found:
-            raise MethodError(f'head_scores: {path} has no "scores"; make it with foveakv.head_scores')
+            raise MethodError(f'head_scores: {path} has no "scores"; make it with foveakv.analysis.head_scores')
         found = found["scores"]
     return read_head_scores(found, f"head_scores: {path}")
 

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from foveakv.allocation import allocate_heads
-from foveakv.budget import Geometry, parse_budget
-from foveakv.columns import from_end, real_first
+from foveakv.core.allocation import allocate_heads
+from foveakv.core.attention_stats import text_rows, topk_attention, window_scores
+from foveakv.core.budget import Geometry, parse_budget
+from foveakv.core.columns import from_end, real_first
+from foveakv.core.prompt import PromptMap
 from foveakv.errors import CacheInUseError, MethodError, UnsupportedModeError
 from foveakv.kernels.paged import reads_pages
 from foveakv.memory.chunk_files import Place
@@ -22,11 +24,9 @@ from foveakv.memory.segments import Segments
 from foveakv.methods.base import DecodeView, Method, PrefillView, keep_top
 from foveakv.methods.checks import choice, flag, number, share, whole_number
 from foveakv.methods.retrieval import retrieve
-from foveakv.prompt import PromptMap
-from foveakv.scores import text_rows, topk_mass, window_scores
 
 if TYPE_CHECKING:
-    from foveakv.cache import CompressedCache, CompressedLayer
+    from foveakv.engines.transformers.cache import CompressedCache, CompressedLayer
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -44,7 +44,7 @@ class HybridKV(Method):
 
     1. Head score, Eq. 2 and 3: S[l, h] = mean over the prompt's text rows of the sum of the k highest attention
        probabilities. Static iff S >= theta, per sequence, layer and KV head.
-    2. Budgets, Eq. 4 and 5: `foveakv.allocation.allocate_heads`.
+    2. Budgets, Eq. 4 and 5: `foveakv.core.allocation.allocate_heads`.
     3. Static heads, App. A: text first, then the last `window` tokens, then the visual tokens that the window attends
        to most; once, after the prompt.
     4. Dynamic heads, App. A: their KV moves to a store in chunks of 8 tokens, and every step attends to the chunks
@@ -141,7 +141,7 @@ class HybridKV(Method):
     def retrieves(self) -> bool:
         return self.classify != "all_static"
 
-    def needs_queries(self, ordinal: int) -> bool:
+    def needs_queries(self, compressed_idx: int) -> bool:
         return True
 
     @property
@@ -160,14 +160,14 @@ class HybridKV(Method):
     def prefill(self, view: PrefillView) -> Tensor | None:
         prompt, state = view.prompt, view.state
         rows, valid, k = view.cache.state["hybridkv"]
-        scores = topk_mass(view.query, view.keys, rows, valid, view.scaling, view.visible, k)  # [B, H]
+        scores = topk_attention(view.query, view.keys, rows, valid, view.scaling, view.visible, k)  # [B, H]
         static = torch.ones_like(scores, dtype=torch.bool) if self._late else self._static(scores)
         state["scores"], state["static"] = scores, static
         if bool(static.any()):
             state["window_scores"] = window_scores(
                 view.query, view.keys, self.window, view.scaling, view.visible, prompt.real
             )  # [B, H, C]
-        layer = view.cache.compressed[view.ordinal]
+        layer = view.cache.compressed[view.compressed_idx]
         self._offload(layer, view.keys, view.values, prompt.real, view.positions, ~static)
         # Dynamic heads keep one complete chunk as well, in case their budget turns out too small to retrieve.
         incomplete = prompt.lengths % self.chunk_size
@@ -195,11 +195,11 @@ class HybridKV(Method):
         ]  # fmt: skip
         budgets = torch.stack([part.budgets for part in parts])  # [B, L, H]
         for layer in layers:
-            self._settle(layer, prompt, static[:, layer.ordinal], budgets[:, layer.ordinal])
-        stores = {layer.ordinal: store for layer in layers if (store := layer.state.get("store")) is not None}
+            self._settle(layer, prompt, static[:, layer.compressed_idx], budgets[:, layer.compressed_idx])
+        stores = {layer.compressed_idx: store for layer in layers if (store := layer.state.get("store")) is not None}
         reserved = torch.stack([_segments(layer).lengths for layer in layers], 1)
-        for ordinal, store in stores.items():
-            reserved[:, ordinal] += store.chosen_slots
+        for compressed_idx, store in stores.items():
+            reserved[:, compressed_idx] += store.chosen_slots
         cache.state["hybridkv"] = {
             "scores": scores,  # [B, L, H], S of Eq. 3
             "static": static,  # [B, L, H]

@@ -9,7 +9,7 @@ from torch import Tensor
 from foveakv.errors import CacheInUseError
 
 if TYPE_CHECKING:
-    from foveakv.cache import CompressedLayer
+    from foveakv.engines.transformers.cache import CompressedLayer
 
 
 def keep_columns(layer: CompressedLayer, keep: Tensor) -> None:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foveakv.budget import parse_budget
-from foveakv.columns import newest
+from foveakv.core.budget import parse_budget
+from foveakv.core.columns import newest
 from foveakv.methods.base import Method, PrefillView, keep_top
 from foveakv.methods.checks import choice, share
 from foveakv.methods.ddes import check_rows, prompt_scores
@@ -65,7 +65,7 @@ class LookM(Method):
     def merges(self) -> bool:
         return self.merge != "none"
 
-    def needs_queries(self, ordinal: int) -> bool:
+    def needs_queries(self, compressed_idx: int) -> bool:
         return True
 
     def prefill(self, view: PrefillView) -> Tensor:

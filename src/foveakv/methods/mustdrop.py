@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from foveakv.core.attention_stats import attention_rows, head_mean_stats, text_rows
+from foveakv.core.prompt import VIDEO
 from foveakv.errors import MethodError
 from foveakv.methods.base import Method, PrefillView, keep_top
 from foveakv.methods.checks import flag, number, share
 from foveakv.methods.late import keep_columns
-from foveakv.prompt import VIDEO
-from foveakv.scores import attention_rows, head_mean_stats, text_rows
 
 if TYPE_CHECKING:
-    from foveakv.cache import CompressedCache
-    from foveakv.prompt import PromptMap
+    from foveakv.core.prompt import PromptMap
+    from foveakv.engines.transformers.cache import CompressedCache
 
 _IMAGES = 8  # images whose rows are formed at once
 
@@ -80,8 +80,8 @@ class MustDrop(Method):
                     f"got {target!r}"
                 )
 
-    def needs_queries(self, ordinal: int) -> bool:
-        return ordinal in numbers(self.layers)
+    def needs_queries(self, compressed_idx: int) -> bool:
+        return compressed_idx in numbers(self.layers)
 
     def begin(self, cache: CompressedCache) -> None:
         count = len(cache.compressed)
@@ -96,7 +96,7 @@ class MustDrop(Method):
     def prefill(self, view: PrefillView) -> Tensor:
         state, prompt = view.cache.state["mustdrop"], view.prompt
         keep = state.get("keep", prompt.real)  # bool [B, C], what layers up to here have left
-        if view.ordinal in state["stages"]:
+        if view.compressed_idx in state["stages"]:
             if "protected" not in state:
                 state["protected"] = self._key_tokens(view)
             state["keep"] = keep & ~self._dropped(view, keep, state["protected"])
@@ -125,7 +125,7 @@ class MustDrop(Method):
         state = view.cache.state["mustdrop"]
         stages = state["stages"]
         wanted = stage_counts(
-            view.prompt.visual.sum(-1), self.target_visual_tokens, stages.index(view.ordinal) + 1, len(stages)
+            view.prompt.visual.sum(-1), self.target_visual_tokens, stages.index(view.compressed_idx) + 1, len(stages)
         )
         score = torch.where(protected, stats.sums + stats.sums.amax(-1, keepdim=True) + 1, stats.sums)
         return visual & ~keep_top(score.masked_fill(~visual, -torch.inf), wanted)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from foveakv.budget import parse_budget
-from foveakv.columns import from_end
+from foveakv.core.budget import parse_budget
+from foveakv.core.columns import from_end
 from foveakv.errors import CacheInUseError
 from foveakv.methods.base import Method, PrefillView, keep_top
 from foveakv.methods.checks import whole_number
@@ -20,7 +20,7 @@ from foveakv.methods.ddes import check_rows, prompt_scores
 from foveakv.methods.late import keep_columns
 
 if TYPE_CHECKING:
-    from foveakv.cache import CompressedCache
+    from foveakv.engines.transformers.cache import CompressedCache
 
 
 @dataclass
@@ -57,7 +57,7 @@ class PrefixKV(Method):
         whole_number(self.name, "recent", self.recent, 0, "newest tokens that always stay")
         check_rows(self.name, self.prefill_rows)
 
-    def needs_queries(self, ordinal: int) -> bool:
+    def needs_queries(self, compressed_idx: int) -> bool:
         return True
 
     def prefill(self, view: PrefillView) -> None:
@@ -73,7 +73,7 @@ class PrefixKV(Method):
         totals = (parse_budget(self.budget).slots(geometry) // geometry.kv_heads).to(scores.device)
         keep, share = common_prefix(scores, prompt.real, protected, totals)
         for layer in layers:
-            keep_columns(layer, keep[:, layer.ordinal, None])
+            keep_columns(layer, keep[:, layer.compressed_idx, None])
         cache.state["prefixkv"] = {"share": share, "tokens": keep.sum(-1)}  # [B], [B, L]
 
     def summary(self, cache: CompressedCache) -> dict[str, Any]:
@@ -101,12 +101,12 @@ def common_prefix(scores: Tensor, real: Tensor, protected: Tensor, totals: Tenso
         keeps as many of its best tokens as hold p of it, but for the one token at which the total is reached.
     """
     batch, layers, columns = scores.shape
-    mass = scores.double()
-    first, real = protected[:, None].expand_as(mass), real[:, None].expand_as(mass)
+    attention_sum = scores.double()
+    first, real = protected[:, None].expand_as(attention_sum), real[:, None].expand_as(attention_sum)
     # protected ones in their order, then by score, padding last; equal scores: the lower column
-    order = mass.masked_fill(~real, -1.0).argsort(dim=-1, descending=True, stable=True)
+    order = attention_sum.masked_fill(~real, -1.0).argsort(dim=-1, descending=True, stable=True)
     order = order.gather(-1, first.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
-    ranked = mass.gather(-1, order)
+    ranked = attention_sum.gather(-1, order)
     before = (ranked.cumsum(-1) - ranked) / ranked.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     before = before.cummax(-1).values  # rounding must not let a later entry overtake an earlier one
     # Protected ones cost a layer nothing: the first of every layer go before the second of any.

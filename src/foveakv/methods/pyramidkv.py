@@ -42,7 +42,7 @@ class PyramidKV(SnapKV):
         pairs = zip((size - window).tolist(), (view.cache.full_prompt.lengths - window).tolist(), strict=True)
         layers = view.cache.geometry.layers
         return window + torch.tensor(
-            [pyramid(mean, most, layers, self.beta)[view.ordinal] for mean, most in pairs], device=size.device
+            [pyramid(mean, most, layers, self.beta)[view.compressed_idx] for mean, most in pairs], device=size.device
         )
 
 

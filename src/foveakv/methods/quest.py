@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from foveakv.budget import parse_budget
-from foveakv.columns import from_end
+from foveakv.core.budget import parse_budget
+from foveakv.core.columns import from_end
 from foveakv.errors import CacheInUseError
 from foveakv.kernels.paged import reads_pages
 from foveakv.memory.chunks import ChunkStore
@@ -18,7 +18,7 @@ from foveakv.methods.checks import whole_number
 from foveakv.methods.retrieval import retrieve
 
 if TYPE_CHECKING:
-    from foveakv.cache import CompressedCache
+    from foveakv.engines.transformers.cache import CompressedCache
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Quest(Method):
         return True
 
     def prefill(self, view: PrefillView) -> Tensor | None:
-        if view.ordinal < self.full_layers:
+        if view.compressed_idx < self.full_layers:
             return None
         prompt = view.prompt
         chooses = self._chosen_pages(view.cache) < prompt.lengths // self.page_size  # [B]
@@ -70,7 +70,7 @@ class Quest(Method):
             chunk=self.page_size, place="device", summary="bounds",
         )  # fmt: skip
         view.state["store"] = store
-        view.cache.compressed[view.ordinal].extra_memory.append(store)
+        view.cache.compressed[view.compressed_idx].extra_memory.append(store)
         incomplete = from_end(prompt.real) <= (prompt.lengths % self.page_size)[:, None]
         return (~chooses[:, None] | incomplete)[:, None]
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from foveakv.budget import parse_budget
+from foveakv.core.budget import parse_budget
 from foveakv.methods.base import Method, PrefillView, keep_top
 from foveakv.methods.checks import whole_number
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from foveakv.budget import parse_budget
-from foveakv.columns import newest
+from foveakv.core.attention_stats import window_scores
+from foveakv.core.budget import parse_budget
+from foveakv.core.columns import newest
 from foveakv.errors import MethodError
 from foveakv.methods.base import Method, PrefillView, keep_top
 from foveakv.methods.checks import whole_number
-from foveakv.scores import window_scores
 
 
 @dataclass
@@ -38,7 +38,7 @@ class SnapKV(Method):
         if self.kernel % 2 == 0:
             raise MethodError(f"{self.name}: kernel must be odd, so that a token is in the middle; got {self.kernel}")
 
-    def needs_queries(self, ordinal: int) -> bool:
+    def needs_queries(self, compressed_idx: int) -> bool:
         return True
 
     def prefill(self, view: PrefillView) -> Tensor:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from foveakv.allocation import share_out
+from foveakv.core.allocation import share_out
 from foveakv.errors import CacheInUseError, MethodError
 from foveakv.methods.base import PrefillView, keep_top
 from foveakv.methods.checks import share
@@ -18,10 +18,10 @@ from foveakv.methods.head_files import load_head_scores, read_head_scores
 from foveakv.methods.snapkv import SnapKV, window_and_scores
 
 if TYPE_CHECKING:
-    from foveakv.cache import CompressedCache
+    from foveakv.engines.transformers.cache import CompressedCache
 
 _HOW = (
-    "make a file with foveakv.head_scores.visual_head_scores(model, processor, samples) and save_head_scores, and give "
+    "make a file with `foveakv analyze visual-heads`, or with foveakv.analysis.head_scores.visual_head_scores, and give "
     "its path"
 )
 
@@ -40,7 +40,7 @@ class SparseMM(SnapKV):
     the authors' code.
 
     Args:
-        head_scores: a file of `foveakv.head_scores.save_head_scores` (.json or .safetensors), or the numbers
+        head_scores: a file of `foveakv.analysis.head_scores.save_head_scores` (.json or .safetensors), or the numbers
             themselves, [layers][KV heads]: one row for every layer of the decoder, none of them negative.
         ratio: of the slots beyond the window, the part that all heads share equally.
     """
@@ -87,7 +87,7 @@ class SparseMM(SnapKV):
         window, score = window_and_scores(view, self.window, size)
         score = self.smooth(score.masked_fill(window[:, None], 0.0))  # the window stays: it must not lift neighbours
         score = score.masked_fill((window | ~view.prompt.real)[:, None], -torch.inf)
-        beyond = view.cache.state["sparsemm"][:, view.ordinal].to(score.device)  # [B, H]
+        beyond = view.cache.state["sparsemm"][:, view.compressed_idx].to(score.device)  # [B, H]
         return keep_top(score, beyond) | window[:, None]
 
     def describe(self) -> dict[str, Any]:

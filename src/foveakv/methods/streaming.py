@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
-from foveakv.budget import parse_budget
+from foveakv.core.budget import parse_budget
 from foveakv.methods import checks
 from foveakv.methods.base import DecodeView, Drop, Method, PrefillView
 
 if TYPE_CHECKING:
-    from foveakv.cache import CompressedCache
+    from foveakv.engines.transformers.cache import CompressedCache
 
 
 @dataclass

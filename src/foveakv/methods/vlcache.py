@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from foveakv.allocation import share_out
-from foveakv.budget import parse_budget
-from foveakv.columns import newest, real_first
+from foveakv.core.allocation import share_out
+from foveakv.core.attention_stats import attention_rows
+from foveakv.core.budget import parse_budget
+from foveakv.core.columns import newest, real_first
 from foveakv.errors import CacheInUseError
 from foveakv.methods.base import Method, PrefillView, keep_top
 from foveakv.methods.checks import share
 from foveakv.methods.late import keep_columns
-from foveakv.scores import attention_rows
 
 if TYPE_CHECKING:
-    from foveakv.cache import CompressedCache
-    from foveakv.prompt import PromptMap
+    from foveakv.core.prompt import PromptMap
+    from foveakv.engines.transformers.cache import CompressedCache
 
 LEAST = 0.01  # the least share of the prompt that a layer keeps, where the budget can pay it
 _TILE = 2**21  # most probabilities that are formed at once
@@ -58,7 +58,7 @@ class VLCache(Method):
         share(self.name, "threshold", self.threshold, meaning="of a row's maximum: what lies below is sparse")
         share(self.name, "recent", self.recent, meaning="of the mean budget, for the newest tokens")
 
-    def needs_queries(self, ordinal: int) -> bool:
+    def needs_queries(self, compressed_idx: int) -> bool:
         return True
 
     def begin(self, cache: CompressedCache) -> None:
@@ -80,7 +80,7 @@ class VLCache(Method):
         )  # [B, L]
         mean = torch.tensor([int(total / len(layers) * self.recent + 1e-9) for total in totals])
         for layer in layers:
-            size = sizes[:, layer.ordinal].to(prompt.real.device)
+            size = sizes[:, layer.compressed_idx].to(prompt.real.device)
             window = newest(prompt.real, torch.minimum(mean.to(size.device), size))  # [B, C]
             score = layer.state.pop("scores").masked_fill((window | ~prompt.real)[:, None], -torch.inf)
             keep = keep_top(score, (size - window.sum(-1))[:, None]) | window[:, None]

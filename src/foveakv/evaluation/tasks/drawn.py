@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from PIL.Image import Image
 
-from foveakv.embedded.samples import TELL
 from foveakv.evaluation import cards
 from foveakv.evaluation.items import Turn
+from foveakv.models.embedded.samples import TELL
 
 
 def row(rng: np.random.Generator, count: int, split: str) -> tuple[tuple[Image, ...], list[str], list[str], str]:

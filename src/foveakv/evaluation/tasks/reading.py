@@ -7,9 +7,9 @@ import functools
 import numpy as np
 from PIL.Image import Image
 
-from foveakv.embedded.samples import ALL_CARDS, STORY
 from foveakv.evaluation.items import Task, Turn, register
 from foveakv.evaluation.tasks.drawn import row, told
+from foveakv.models.embedded.samples import ALL_CARDS, STORY
 
 SHORT, GRID, LONG = 6, 9, 16
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from PIL.Image import Image
 
-from foveakv.embedded.samples import TELL
 from foveakv.evaluation import cards
 from foveakv.evaluation.items import Task, Turn, register
 from foveakv.evaluation.tasks.drawn import told
+from foveakv.models.embedded.samples import TELL
 
 LINES = 16
 

@@ -7,9 +7,9 @@ import functools
 import numpy as np
 from PIL.Image import Image
 
-from foveakv.embedded.samples import TELL
 from foveakv.evaluation.items import Task, Turn, register
 from foveakv.evaluation.tasks.drawn import row, told
+from foveakv.models.embedded.samples import TELL
 
 CARDS, QUESTIONS = 8, 3
 

@@ -1,0 +1,108 @@
+"""Pictures of what one method keeps: a row per layer, and a filmstrip of decode steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from foveakv.analysis.shown import Share, Shown
+from foveakv.analysis.viz import _PLAIN, _brightness_bar, _figure, _row_label, shade
+from foveakv.core.patches import image_columns
+from foveakv.errors import InputError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_MOST_ROWS = 64
+
+
+def draw_rows(
+    path: str | Path, images: Sequence[Image], result: Shown, *, captions: Sequence[str] = (), title: str = ""
+) -> None:
+    """One PNG: the pictures, and below them a row for each of `result.rows`, kept patches bright and dropped ones dark.
+
+    captions: a short text per picture. title: above all of it.
+
+    Raises:
+        InputError: the prompt's image tokens do not divide among the pictures.
+    """
+    labels = [(row.label, "") for row in result.rows]
+    _draw(path, images, image_columns(result.prompt, images), result.rows, labels, captions, title)
+
+
+def draw_filmstrip(
+    path: str | Path,
+    images: Sequence[Image],
+    result: Shown,
+    *,
+    captions: Sequence[str] = (),
+    title: str = "",
+    texts: Sequence[str] = (),
+    frames: int = 8,
+) -> None:
+    """One PNG: the pictures, and below them a row per decode step, bright where the step attends to.
+
+    texts: the answer's tokens as text; step s reads texts[s] and makes texts[s + 1]. frames: rows at most; of more
+    steps some are left out, evenly.
+
+    Raises:
+        InputError: as in `draw_rows`, or `result` has no steps.
+    """
+    if not result.steps:
+        raise InputError("there are no steps to draw; ask for them with steps=True")
+    chosen = evenly(len(result.steps), frames)
+    labels = []
+    for s in chosen:
+        read, made = (_token(texts[i]) if i < len(texts) else "" for i in (s, s + 1))
+        labels.append((result.steps[s].label, f"reads {read}\nwrites {made}" if read and made else ""))
+    rows = [result.steps[s] for s in chosen]
+    title = f"{title}   (decode steps of {rows[0].heads} heads)"
+    _draw(path, images, image_columns(result.prompt, images), rows, labels, captions, title)
+
+
+def evenly(count: int, most: int) -> list[int]:
+    """At most `most` of the numbers below `count`, the first and the last among them."""
+    if count <= most or most < 2:
+        return list(range(min(count, most)))
+    return [round(i * (count - 1) / (most - 1)) for i in range(most)]
+
+
+def _draw(
+    path: str | Path,
+    images: Sequence[Image],
+    columns: Sequence[Tensor],
+    rows: Sequence[Share],
+    labels: Sequence[tuple[str, str]],
+    captions: Sequence[str],
+    title: str,
+) -> None:
+    if len(rows) > _MOST_ROWS:
+        raise InputError(f"{len(rows)} rows are too many for one picture (at most {_MOST_ROWS}); name some layers")
+    figure = _figure(max(1.05 * len(images) + 1.9, 6), 1.32 * (len(rows) + 1) + 1.0)
+    axes = figure.subplots(len(rows) + 1, len(images), squeeze=False)
+    for i, image in enumerate(images):
+        axes[0][i].imshow(image)
+        caption = captions[i] if i < len(captions) else f"image {i + 1}"
+        axes[0][i].set_title(caption if len(caption) <= 16 else caption[:14] + "...", fontsize=8, **_PLAIN)
+    _row_label(axes[0][0], "pictures", "")
+    for line, row, (name, below) in zip(axes[1:], rows, labels, strict=True):
+        for ax, image, own in zip(line, images, columns, strict=True):
+            ax.imshow(shade(image, row.columns[own]), vmin=0, vmax=1)
+            ax.set_xlabel(f"{row.columns[own].mean():.0%}", fontsize=8, labelpad=2)
+        _row_label(line[0], name, below)
+    for ax in axes.flatten():
+        ax.set_xticks([])
+        ax.set_yticks([])
+        for spine in ax.spines.values():
+            spine.set_visible(False)
+    _brightness_bar(figure, axes)
+    figure.suptitle(title if len(title) <= 90 else title[:87] + "...", fontsize=11, **_PLAIN)
+    figure.savefig(path, dpi=110)
+
+
+def _token(text: str) -> str:
+    """A token as a short label; quoted, so that a space can be seen."""
+    return repr(text if len(text) <= 10 else text[:9] + "...")

@@ -1,0 +1,1 @@
+"""Pure functions on tensors: budgets, allocation, prompt maps, columns, patches, attention statistics."""

@@ -1,0 +1,218 @@
+"""Budgets: what users write (0.1, 1024, "10%", "512MiB"), and how many tokens or slots that is.
+
+A slot is one (layer, KV head, token) pair. Nothing here ever hands out more slots than the budget holds.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from numbers import Integral, Real
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from foveakv.errors import BudgetError
+
+_UNITS = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
+_HOW = 'write a share (0.1 or "10%"), tokens per head (1024) or bytes for the whole cache ("512MiB", "1.5GB")'
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The sizes of one cache.
+
+    contexts: prompt tokens of each sequence, padding not counted. layers: layers that store a cache.
+    itemsize: bytes of one stored number.
+    """
+
+    batch: int
+    contexts: Sequence[int] | Tensor
+    layers: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    itemsize: int
+
+    def __post_init__(self) -> None:
+        contexts = self.contexts.tolist() if isinstance(self.contexts, Tensor) else self.contexts
+        contexts = tuple(int(c) for c in contexts)
+        if len(contexts) != self.batch or min(contexts, default=0) < 0:
+            raise BudgetError(f"Geometry: {self.batch} sequences need as many prompt lengths >= 0, got {contexts}")
+        object.__setattr__(self, "contexts", contexts)
+
+    @property
+    def heads(self) -> int:
+        """KV heads of all layers together: slots that one token takes."""
+        return self.layers * self.kv_heads
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot: a key and a value."""
+        return (self.head_dim + self.value_dim) * self.itemsize
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token of one sequence, over all layers and heads."""
+        return self.slot_bytes * self.heads
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much of the prompt's cache may stay. Made by `parse_budget`.
+
+    kind: "ratio" (share of each prompt), "tokens" (per head and sequence) or "bytes" (whole cache: all sequences,
+    layers and heads, keys and values). value: exact. text: as the user wrote it.
+    """
+
+    kind: Literal["ratio", "tokens", "bytes"]
+    value: Fraction
+    text: str
+
+    def __str__(self) -> str:
+        if self.kind == "ratio":
+            return f"{float(self.value * 100):.6g}% of the prompt"
+        if self.kind == "tokens":
+            return f"{self.value} tokens per head"
+        return f"{self.text} for the whole cache"
+
+    @property
+    def full(self) -> bool:
+        """True when the budget keeps every prompt token whatever its length."""
+        return self.kind == "ratio" and self.value == 1
+
+    def tokens(self, geometry: Geometry) -> Tensor:
+        """Tokens per head for each sequence: LongTensor [B], rounded down, at least 1 and at most the prompt.
+
+        A budget in bytes gives every sequence the same share of its prompt. It raises BudgetError when one token per
+        head does not fit.
+        """
+        contexts = [int(c) for c in geometry.contexts]
+        if self.kind == "bytes":
+            return torch.tensor(_tokens_from_bytes(int(self.value), contexts, geometry, self.text), dtype=torch.int64)
+        if self.kind == "tokens":
+            counts = [int(self.value)] * len(contexts)
+        else:
+            counts = [math.floor(self.value * c) for c in contexts]
+        return torch.tensor([_clip(n, c) for n, c in zip(counts, contexts, strict=True)], dtype=torch.int64)
+
+    def steady(self, geometry: Geometry) -> Tensor:
+        """Tokens per head that a method which evicts while decoding settles at: LongTensor [B], at least 1.
+
+        Unlike `tokens` it may exceed the prompt: tokens are taken as they are, and bytes that the prompts leave over
+        are shared equally. A ratio is one of the prompt.
+        """
+        if self.kind == "tokens":
+            return torch.full((geometry.batch,), min(int(self.value), 2**62), dtype=torch.int64)
+        tokens = self.tokens(geometry)
+        if self.kind == "bytes":
+            contexts = torch.as_tensor(geometry.contexts, dtype=torch.int64)
+            spare = int(self.value) // geometry.token_bytes - int(contexts.sum())
+            if spare > 0:
+                tokens = contexts + spare // geometry.batch
+        return tokens.clamp_min(1)
+
+    def slots(self, geometry: Geometry) -> Tensor:
+        """Slots over all layers and heads for each sequence: LongTensor [B].
+
+        A share is taken of all slots and rounded once, so a method that allots slots across heads loses less to
+        rounding than with `tokens`.
+        """
+        if self.kind != "ratio":
+            return self.tokens(geometry) * geometry.heads
+        slots = [
+            min(max(math.floor(self.value * int(c) * geometry.heads), geometry.heads), int(c) * geometry.heads)
+            for c in geometry.contexts
+        ]
+        return torch.tensor(slots, dtype=torch.int64)
+
+
+def parse_budget(x: float | int | str | Budget) -> Budget:
+    """Read a budget: 0.1 or "10%" (share of the prompt), 1024 (tokens per head), "512MiB" or "1.5GB" (whole cache).
+
+    An integer always means tokens: 1 is one token per head, 1.0 is everything.
+    """
+    if isinstance(x, Budget):
+        return x
+    if isinstance(x, bool) or not isinstance(x, Real | str):
+        raise BudgetError(f"budget {x!r} is a {type(x).__name__}; {_HOW}")
+    if isinstance(x, str):
+        return _parse_text(x)
+    if isinstance(x, Integral):
+        return _tokens(int(x), str(x))
+    return _ratio(_exact(x), str(x))
+
+
+def _exact(x: Real) -> Fraction:
+    value = float(x)
+    if not math.isfinite(value):
+        raise BudgetError(f"budget {x} is not a number that can be kept to; {_HOW}")
+    return Fraction(repr(value))  # 0.29 is 29/100, not the binary number just below it
+
+
+def _ratio(value: Fraction, text: str) -> Budget:
+    if value <= 0:
+        raise BudgetError(f"budget {text} keeps nothing; {_HOW}")
+    if value > 1:
+        raise BudgetError(f"{text} is over 100%; write 1.0 for everything or an integer for tokens per head")
+    return Budget("ratio", value, text)
+
+
+def _tokens(value: int, text: str) -> Budget:
+    if value <= 0:
+        raise BudgetError(f"budget {text} keeps nothing; {_HOW}")
+    return Budget("tokens", Fraction(value), text)
+
+
+def _parse_text(text: str) -> Budget:
+    text = text.strip()
+    match = re.fullmatch(r"([+-]?(?:\d+(?:_\d+)*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(%|[A-Za-z]*)", text)
+    if match is None:
+        raise BudgetError(f"budget {text!r} cannot be read; {_HOW}")
+    digits, unit = match[1], match[2]
+    number = Fraction(digits)
+    if unit == "%":
+        return _ratio(number / 100, text)
+    if not unit:
+        return _tokens(int(digits), text) if re.fullmatch(r"[+-]?\d+(?:_\d+)*", digits) else _ratio(number, text)
+    prefix = unit.lower().removesuffix("b")
+    if not unit.lower().endswith("b") or prefix not in _UNITS:
+        raise BudgetError(f"budget {text!r}: unknown unit {unit!r}; {_HOW}")
+    size = math.floor(number * _UNITS[prefix])
+    if size <= 0:
+        raise BudgetError(f"budget {text} keeps nothing; {_HOW}")
+    return Budget("bytes", Fraction(size), text)
+
+
+def _clip(tokens: int, context: int) -> int:
+    return min(max(tokens, 1), context)
+
+
+def _tokens_from_bytes(size: int, contexts: list[int], geometry: Geometry, text: str) -> list[int]:
+    if not any(contexts):
+        return [0] * len(contexts)
+    room = size // geometry.token_bytes  # tokens over all sequences
+    occupied = sum(c > 0 for c in contexts)
+    if room < occupied:
+        raise BudgetError(
+            f"{text} cannot hold one token per head: {occupied} sequences x {geometry.heads} heads need at least "
+            f"{occupied * geometry.token_bytes} bytes"
+        )
+    counts = [_clip(room * c // sum(contexts), c) for c in contexts]
+    while sum(counts) > room:  # short sequences were raised to one token: the longest gives way
+        counts[counts.index(max(counts))] -= 1
+    return counts

@@ -1,0 +1,1 @@
+"""Engines carry out what methods decide. Today there is one: `foveakv.engines.transformers`."""

@@ -1,0 +1,1 @@
+"""Compressed caches inside Hugging Face transformers models."""

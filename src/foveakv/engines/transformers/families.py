@@ -1,0 +1,69 @@
+"""Which model families are supported, and why the others are not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from foveakv.engines.transformers import compat
+from foveakv.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class Family:
+    """One row of the table: `model_type` as in the model's config; `reason` is set where it is unsupported."""
+
+    model_type: str
+    title: str
+    note: str = ""
+    reason: str = ""
+
+
+FAMILIES: tuple[Family, ...] = (
+    Family("qwen2_vl", "Qwen2-VL"),
+    Family("qwen2_5_vl", "Qwen2.5-VL"),
+    Family("qwen3_vl", "Qwen3-VL", note="no drop_hidden_states (deepstack)"),
+    Family("glm4v", "GLM-4V"),
+    Family("llava", "LLaVA-1.5, Pixtral"),
+    Family("llava_next", "LLaVA-NeXT"),
+    Family("llava_onevision", "LLaVA-OneVision"),
+    Family("internvl", "InternVL"),
+    Family("idefics3", "Idefics3"),
+    Family("smolvlm", "SmolVLM"),
+    Family("gemma3", "Gemma 3", note="only full-attention layers are compressed, sliding-window layers stay"),
+    Family("mistral3", "Mistral 3"),
+    Family("phi4_multimodal", "Phi-4-multimodal"),
+    Family("qwen3_5", "Qwen3.5", note="only full-attention layers are compressed, linear-attention layers stay"),
+    Family("llama", "Llama (text)"),
+    Family("qwen2", "Qwen2 (text)"),
+    Family("qwen3", "Qwen3 (text)"),
+    Family(
+        "paligemma", "PaliGemma",
+        reason="it builds its attention mask as a tensor before the text decoder sees it, which fits no stored slots",
+    ),
+    Family("gemma4", "Gemma 4", reason="its last layers reuse earlier layers' KV and slice the mask as a tensor"),
+    Family("mllama", "Llama 3.2 Vision", reason="its images live in cross-attention layers, not in the prompt"),
+    Family("llama4", "Llama 4", reason="its generate() fails in transformers 5.24 itself, so nothing can be verified"),
+)  # fmt: skip
+_BY_TYPE = {family.model_type: family for family in FAMILIES}
+
+
+def family_of(model: Any) -> Family | None:
+    """The table's row for a model; None for a family that nobody has tested."""
+    return _BY_TYPE.get(getattr(model.config, "model_type", ""))
+
+
+def check_supported(model: Any) -> None:
+    """Raises `UnsupportedModelError` with the reason; untested families pass when their structure allows it."""
+    family = family_of(model)
+    if family is not None and family.reason:
+        raise UnsupportedModelError(f"{family.title} is not supported: {family.reason}")
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder model; only decoders are supported")
+    config = compat.text_config_of(model)
+    if not any(type(layer) is compat.DynamicLayer for layer in compat.plain_layers(config)):
+        raise UnsupportedModelError(f"{type(model).__name__} has no plain attention layer to compress")
+    if getattr(config, "attn_logit_softcapping", None):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} caps its attention logits (softcap), which is not supported"
+        )

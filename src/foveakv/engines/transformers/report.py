@@ -1,0 +1,230 @@
+"""What happened to one prompt: slots, bytes, evictions, retrievals, times. As a table, a dict, or JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from foveakv.engines.transformers import compat
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from foveakv.engines.transformers.cache import CompressedCache
+    from foveakv.engines.transformers.layer import CompressedLayer
+
+
+_TOTALS = (
+    "tokens_seen",
+    "full_slots",
+    "stored_slots",
+    "full_bytes",
+    "stored_bytes",
+    "peak_bytes",
+    "host_bytes",
+    "compression",
+    "kv_dtype",
+    "residual_length",
+    "saved_by_quantization",
+    "evicted",
+    "restored",
+    "retrieved",
+    "flushes",
+    "hit_rate",
+    "prefill_seconds",
+    "token_seconds",
+    "steps",
+    "notes",
+)
+
+
+@dataclass(frozen=True)
+class LayerReport:
+    """One compressed layer. Slots are (KV head, token) pairs summed over sequences; bytes are storage bytes."""
+
+    layer: int
+    full_slots: int
+    stored_slots: int
+    full_bytes: int
+    stored_bytes: int
+    host_bytes: int
+    evicted: int
+    restored: int
+    retrieved: int
+    hits: int
+    flushes: int
+
+    @classmethod
+    def of(cls, layer: CompressedLayer) -> LayerReport:
+        segments = layer.segments
+        per_column = 0 if layer.prompt_columns == 0 else layer.full_nbytes // layer.prompt_columns
+        later = layer.seen - layer.prompt_columns
+        heads = 0 if segments is None else segments.batch * segments.heads
+        return cls(
+            layer=layer.layer_idx,
+            full_slots=layer.prompt_slots + later * heads,
+            stored_slots=layer.stored_slots,
+            full_bytes=layer.full_nbytes + later * per_column,
+            stored_bytes=layer.device_nbytes,
+            host_bytes=layer.host_nbytes,
+            evicted=layer.counts["evicted"],
+            restored=layer.counts["restored"],
+            retrieved=layer.counts["retrieved"],
+            hits=layer.counts["hits"],
+            flushes=layer.counts["flushes"],
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """A cache at one moment.
+
+    `full_bytes` is what a plain cache would hold for the same tokens (padding included, as transformers stores it);
+    `stored_bytes` counts storage on the compute device, slack, positions, side tensors and digests included;
+    `peak_bytes` is the highest of it during prefill and decoding; `host_bytes` is the backing store. With a `kv_dtype`
+    the `residual_length` newest tokens are stored exactly as well, and `saved_by_quantization` is by how many bytes all that is
+    less than the same slots as the model computes them. Seconds are wall time on the host without synchronisation (on
+    an accelerator `foveakv.evaluation.compare` measures properly); `steps` counts the passes over one token, whose
+    median is `token_seconds`. `details` is what the method itself tells.
+    """
+
+    settings: dict[str, Any]
+    layers: list[LayerReport]
+    tokens_seen: int
+    stored_bytes: int
+    full_bytes: int
+    peak_bytes: int
+    host_bytes: int
+    prefill_seconds: float
+    token_seconds: float | None
+    steps: int
+    details: dict[str, Any]
+    kv_dtype: str | None = None
+    residual_length: int | None = None
+    saved_by_quantization: int = 0
+
+    @classmethod
+    def of(cls, cache: CompressedCache) -> Report:
+        cache.note_peak()
+        layers = [LayerReport.of(layer) for layer in cache.compressed]
+        other = cache.stored_nbytes - sum(layer.stored_bytes for layer in layers)
+        single = [seconds for tokens, seconds in cache.steps if tokens == 1]
+        return cls(
+            settings=cache.method.describe(),
+            layers=layers,
+            tokens_seen=cache.seen,
+            stored_bytes=cache.stored_nbytes,
+            full_bytes=sum(layer.full_bytes for layer in layers) + other,
+            peak_bytes=cache.peak_nbytes,
+            host_bytes=sum(layer.host_bytes for layer in layers),
+            prefill_seconds=cache.prefill_seconds,
+            token_seconds=median(single) if single else None,
+            steps=len(single),
+            details=cache.method.summary(cache),
+            kv_dtype=cache.kv_dtype,
+            residual_length=None if cache.kv_dtype is None else cache.residual_length,
+            saved_by_quantization=sum(
+                layer.segments.saved_nbytes for layer in cache.compressed if layer.segments is not None
+            ),
+        )
+
+    def _total(self, name: str) -> int:
+        return sum(getattr(layer, name) for layer in self.layers)
+
+    @property
+    def full_slots(self) -> int:
+        return self._total("full_slots")
+
+    @property
+    def stored_slots(self) -> int:
+        return self._total("stored_slots")
+
+    @property
+    def evicted(self) -> int:
+        return self._total("evicted")
+
+    @property
+    def restored(self) -> int:
+        return self._total("restored")
+
+    @property
+    def flushes(self) -> int:
+        return self._total("flushes")
+
+    @property
+    def retrieved(self) -> int:
+        """Slots that retrieval asked for, whether they were loaded or already there."""
+        return self._total("retrieved")
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Share of the retrieved slots that were already on the device; None where nothing was retrieved."""
+        return self._total("hits") / self.retrieved if self.retrieved else None
+
+    @property
+    def compression(self) -> float:
+        """full_bytes / stored_bytes; 1 while nothing is stored."""
+        return self.full_bytes / self.stored_bytes if self.stored_bytes else 1.0
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader must know before quoting these figures."""
+        found = []
+        if self.settings["method"] != "full" and self.evicted == 0 and self.retrieved == 0:
+            found.append("nothing was evicted or retrieved: this run says nothing about the method")
+        if self.kv_dtype is not None and self.stored_slots and self.saved_by_quantization <= 0:
+            found.append(
+                f"kv_dtype={self.kv_dtype!r} saves nothing here: with scales and {self.residual_length} exact copies per "
+                f"head, codes take {-self.saved_by_quantization:,} bytes more than the model's own numbers"
+            )
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values: settings, totals, times, versions, one entry per layer."""
+        totals = {name: getattr(self, name) for name in _TOTALS}
+        return {
+            "settings": self.settings,
+            **totals,
+            "details": self.details,
+            "layers": [vars(layer) for layer in self.layers],
+            "transformers": compat.VERSION,
+        }
+
+    def to_json(self, indent: int | None = 2) -> str:
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def table(self) -> Table:
+        """The totals as a rich table."""
+        from rich.table import Table
+
+        table = Table(title=f"foveakv report: {self.settings['method']}", show_header=False)
+        table.add_row("tokens seen", f"{self.tokens_seen:,}")
+        table.add_row("slots", f"{self.stored_slots:,} of {self.full_slots:,}")
+        table.add_row("evicted / restored", f"{self.evicted:,} / {self.restored:,}")
+        if self.hit_rate is not None:
+            table.add_row("retrieved (hit rate)", f"{self.retrieved:,} ({self.hit_rate:.0%})")
+        table.add_row("stored bytes", f"{self.stored_bytes:,} of {self.full_bytes:,} ({self.compression:.1f}x smaller)")
+        if self.kv_dtype is not None:
+            table.add_row("stored as", f"{self.kv_dtype}, the newest {self.residual_length} exact")
+        table.add_row("peak bytes", f"{self.peak_bytes:,}")
+        if self.host_bytes:
+            table.add_row("host bytes", f"{self.host_bytes:,}")
+        table.add_row("prefill", f"{self.prefill_seconds * 1e3:,.0f} ms")
+        if self.token_seconds is not None:
+            table.add_row("per token", f"{self.token_seconds * 1e3:,.1f} ms (median of {self.steps} steps)")
+        for note in self.notes:
+            table.add_row("note", note)
+        return table
+
+    def __rich__(self) -> Table:
+        return self.table()
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(width=100, no_color=True)
+        with console.capture() as capture:
+            console.print(self.table())
+        return capture.get().rstrip()

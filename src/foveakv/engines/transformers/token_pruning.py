@@ -1,0 +1,112 @@
+"""Taking evicted tokens out of the residual stream, so that later layers never compute them.
+
+Hooks on the decoder's layers shorten what layer k + 1 and all later ones get during the prefill; the last layer's
+output is spread back to the prompt's length, with zeros where a token left. Logits at those places mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from foveakv.engines.transformers import compat
+from foveakv.engines.transformers.cache import CompressedCache
+from foveakv.engines.transformers.masks import LazyMask, SubsetMask, as_mask
+from foveakv.errors import UnsupportedModeError, UnsupportedModelError
+
+
+def check_supported(model: compat.PreTrainedModel) -> None:
+    """Raises where some layer needs every token of the prompt, or counts tokens by what it gets."""
+    config = model.config
+    if any(type(layer) is not compat.DynamicLayer for layer in compat.plain_layers(compat.text_config_of(model))):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has sliding-window or linear-attention layers, which count the tokens they get "
+            "and so need all of them; use drop_hidden_states=False"
+        )
+    vision = getattr(config, "vision_config", None)
+    if getattr(vision, "deepstack_visual_indexes", None):
+        raise UnsupportedModelError(
+            f"{type(config).__name__} adds visual features to several early layers (deepstack), which needs every "
+            "visual token in the residual stream; use drop_hidden_states=False"
+        )
+
+
+def install(layers: nn.ModuleList, active: Callable[[], CompressedCache | None]) -> list[RemovableHandle]:
+    """Hooks all layers; `active` gives the cache of the running forward pass."""
+
+    def shorten(layer_idx: int) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            cache = active()
+            if cache is None or cache.dropped is None or layer_idx < _first_shortened(cache):
+                return None
+            index, _ = cache.dropped
+            kwargs = dict(kwargs)
+            hidden = args[0] if args else kwargs["hidden_states"]
+            if layer_idx == _first_shortened(cache):  # later layers get what this one passes on
+                hidden = _take(hidden, index)
+            if args:
+                args = (hidden, *args[1:])
+            else:
+                kwargs["hidden_states"] = hidden
+            if kwargs.get("position_embeddings") is not None:
+                kwargs["position_embeddings"] = tuple(_take(t, index) for t in kwargs["position_embeddings"])
+            if kwargs.get("position_ids") is not None:
+                kwargs["position_ids"] = _take(kwargs["position_ids"][..., None], index)[..., 0]
+            kwargs["attention_mask"] = _subset(cache, kwargs.get("attention_mask"))
+            return args, kwargs
+
+        return hook
+
+    def restore(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        cache = active()
+        if cache is None or cache.dropped is None:
+            return None
+        hidden = output[0] if isinstance(output, tuple) else output
+        index, valid = cache.dropped
+        if hidden.shape[1] == index.shape[1]:
+            full = hidden.new_zeros(hidden.shape[0], cache.prompt_columns, hidden.shape[2])
+            batch = torch.arange(len(index), device=index.device)[:, None].expand_as(index)
+            full[batch[valid], index[valid]] = hidden[valid]
+            hidden = full
+        cache.dropped = None  # the prefill is over; decode steps are not shortened
+        cache.state.pop("_subset_masks", None)
+        return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+    handles = [
+        layer.register_forward_pre_hook(shorten(idx), with_kwargs=True) for idx, layer in enumerate(layers) if idx > 0
+    ]
+    handles.append(layers[-1].register_forward_hook(restore))
+    return handles
+
+
+def _first_shortened(cache: CompressedCache) -> int:
+    """Index of the first decoder layer that gets fewer tokens."""
+    after = cache.method.drop_hidden_after
+    return len(cache.layers) if after is None else cache.compressed[after].layer_idx + 1
+
+
+def _take(tensor: Tensor, index: Tensor) -> Tensor:
+    """Gathers tokens: [..., B or 1, C, D] by index [B, n] -> [..., B, n, D]."""
+    batch = len(index)
+    tensor = tensor.expand(*tensor.shape[:-3], batch, *tensor.shape[-2:])
+    where = index[..., None].expand(*tensor.shape[:-3], *index.shape, tensor.shape[-1])
+    return tensor.gather(-2, where)
+
+
+def _subset(cache: CompressedCache, attention_mask: Any) -> SubsetMask:
+    """The mask of the shortened sequence, shared by the layers that get the same whole mask."""
+    whole = as_mask(attention_mask)
+    if isinstance(whole, SubsetMask):
+        return whole
+    if not isinstance(whole, LazyMask) or cache.dropped is None:
+        raise UnsupportedModeError(
+            "drop_hidden_states needs a 2-D attention mask or none, not one prepared by the caller"
+        )
+    subsets = cache.state.setdefault("_subset_masks", {})
+    if id(whole) not in subsets:
+        subsets[id(whole)] = SubsetMask(whole, *cache.dropped)
+    return subsets[id(whole)]

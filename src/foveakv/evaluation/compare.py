@@ -1,0 +1,378 @@
+"""One prompt, several methods: how far each answer and each cost is from the full cache's."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from foveakv.core.columns import held_share
+from foveakv.engines.transformers import compat
+from foveakv.engines.transformers.cache import layer_nbytes
+from foveakv.engines.transformers.session import compress
+from foveakv.errors import FoveaKVError, InputError, MethodError
+from foveakv.evaluation import environment
+from foveakv.methods import Method, find, get
+from foveakv.methods.full import Full
+from foveakv.util.texts import one_line, size_text
+from foveakv.util.timing import StepClock
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from foveakv.core.prompt import PromptMap
+    from foveakv.engines.transformers.cache import CompressedCache
+
+BASELINE = "transformers"
+"""Label of the row that everything is compared with: the plain model with transformers' own cache and attention."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A method with its settings, and the label it goes by in tables."""
+
+    label: str
+    method: Method
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run of the prompt. Agreements are None in the baseline's row and where `error` says why there is no answer.
+
+    tokens: the generated ids. prefix_agreement: share of leading tokens equal to the baseline's. equal_tokens: share of
+    positions with the same token. stored_bytes: storage at the end of the answer, on the compute device; full_bytes: a
+    plain cache's for the same tokens. prefill_seconds, token_seconds: one forward pass, medians. kept: for every prompt
+    column the share of (layer, head) pairs that still hold it (None: not recorded).
+    """
+
+    label: str
+    settings: dict[str, Any]
+    text: str = ""
+    tokens: tuple[int, ...] = ()
+    prefix_agreement: float | None = None
+    equal_tokens: float | None = None
+    stored_bytes: int = 0
+    full_bytes: int = 0
+    peak_bytes: int = 0
+    host_bytes: int = 0
+    evicted: int = 0
+    retrieved: int = 0
+    prefill_seconds: float = 0.0
+    token_seconds: float | None = None
+    notes: tuple[str, ...] = ()
+    error: str | None = None
+    report: dict[str, Any] | None = field(default=None, repr=False)
+    kept: tuple[float, ...] | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The rows, baseline first, and what is needed to repeat them. `prompt` says which columns are pictures."""
+
+    rows: tuple[Row, ...]
+    max_new_tokens: int
+    repeats: int
+    prompt_tokens: int
+    visual_tokens: int
+    environment: dict[str, Any]
+    prompt: PromptMap | None = field(default=None, repr=False)
+    kv_dtype: str | None = None
+
+    @property
+    def baseline(self) -> Row:
+        return self.rows[0]
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader must know before quoting these figures."""
+        found = [f"{row.label}: {note}" for row in self.rows for note in row.notes]
+        answer = len(self.baseline.tokens)
+        if answer <= 2:
+            tokens = "1 token" if answer == 1 else f"{answer} tokens"
+            found.append(f"the answer has {tokens}, and the first still sees the whole prompt: agreement says little")
+        return found
+
+    @property
+    def failures(self) -> list[Row]:
+        return [row for row in self.rows if row.error is not None]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON; the kept shares are left out."""
+        rows = [{f.name: getattr(row, f.name) for f in fields(row) if f.name != "kept"} for row in self.rows]
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            "repeats": self.repeats,
+            "kv_dtype": self.kv_dtype,
+            "prompt_tokens": self.prompt_tokens,
+            "visual_tokens": self.visual_tokens,
+            "notes": self.notes,
+            "environment": self.environment,
+            "rows": [{**row, "tokens": list(row["tokens"]), "notes": list(row["notes"])} for row in rows],
+        }
+
+    def table(self) -> Table:
+        """One line per row, as a rich table."""
+        return _table(self)
+
+
+def candidates(
+    names: Sequence[str],
+    budgets: Sequence[float | int | str] = (),
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+) -> list[Candidate]:
+    """Every named method at every budget; a method without a `budget` field is there once.
+
+    Args:
+        names: names of methods, in the order of the rows.
+        budgets: as for `foveakv.core.budget.parse_budget`; without any, each method's own default.
+        options: further settings per method name.
+    """
+    options = {name: dict(settings) for name, settings in (options or {}).items()}
+    for name in options:
+        if name not in names:
+            raise MethodError(f"there are settings for {name!r}, which is not among the methods: {', '.join(names)}")
+    made: list[Candidate] = []
+    for name in names:
+        takes_budget = "budget" in {f.name for f in fields(find(name))}
+        own = options.get(name, {})
+        for budget in budgets if takes_budget and budgets and "budget" not in own else [None]:
+            settings = own if budget is None else {**own, "budget": budget}
+            label = name if budget is None else f"{name} {budget}"
+            made.append(Candidate(label, get(name, **settings)))
+    if not made:
+        raise MethodError("no method to compare; name at least one")
+    return made
+
+
+def compare(
+    model: Any,
+    inputs: Mapping[str, Any],
+    methods: Sequence[Candidate | Method],
+    *,
+    max_new_tokens: int = 32,
+    repeats: int = 1,
+    ignore_eos: bool = False,
+    decode: Callable[[Sequence[int]], str] | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+    backend: str = "auto",
+    kv_dtype: str | None = None,
+    residual_length: int = 32,
+) -> Comparison:
+    """Runs one prompt with transformers' own cache and then with every method, greedily.
+
+    Args:
+        model: a model that `foveakv.compress` takes.
+        inputs: the inputs of `generate` for one sequence, e.g. from `foveakv.models.inputs.build_inputs`.
+        methods: candidates or plain methods; the baseline is added by itself.
+        max_new_tokens: the longest answer.
+        repeats: runs per row, in turns; times are medians.
+        ignore_eos: generate all `max_new_tokens`, so that every row decodes equally long.
+        decode: ids -> text, for the answers.
+        progress: called with (label, runs done, runs in all) before every run.
+        backend: decode kernel, see `foveakv.compress`.
+        kv_dtype, residual_length: how all methods store their slots, see `foveakv.compress`.
+
+    A method that fails with one of FoveaKV's errors gets a row with that error; the others run on.
+    """
+    ids = inputs.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or len(ids) != 1:
+        raise InputError("compare takes one prompt: input_ids of shape [1, tokens]")
+    if repeats < 1 or max_new_tokens < 1:
+        raise InputError(f"repeats ({repeats}) and max_new_tokens ({max_new_tokens}) must be at least 1")
+    chosen = [item if isinstance(item, Candidate) else Candidate(item.name, item) for item in methods]
+    limits = {"max_new_tokens": max_new_tokens, "do_sample": False, "num_beams": 1}
+    if ignore_eos:
+        limits["min_new_tokens"] = max_new_tokens
+    options = {"backend": backend, "kv_dtype": kv_dtype, "residual_length": residual_length}
+    run = _Runner(model, inputs, limits, decode or (lambda tokens: ""), options)
+    report = progress or (lambda label, done, total: None)
+    total = repeats * (len(chosen) + 1)
+    report("warm-up", 0, total)
+    run.warm_up()
+    runs: list[list[Row]] = [[] for _ in range(len(chosen) + 1)]
+    done = 0
+    for _ in range(repeats):  # in turns, so that a busy moment of the machine does not hit one row alone
+        for place, candidate in enumerate([None, *chosen]):
+            report(candidate.label if candidate else BASELINE, done, total)
+            done += 1
+            if not runs[place] or runs[place][-1].error is None:
+                runs[place].append(run.once(candidate))
+    baseline = _median_row(runs[0])
+    rows = [baseline]
+    for row in map(_median_row, runs[1:]):
+        if row.error is None:
+            prefix, equal = agreement(baseline.tokens, row.tokens)
+            row = replace(row, prefix_agreement=prefix, equal_tokens=equal)
+        rows.append(row)
+    prompt = run.prompt
+    return Comparison(
+        rows=tuple(rows),
+        max_new_tokens=max_new_tokens,
+        repeats=repeats,
+        prompt_tokens=int(ids.shape[1]),
+        visual_tokens=0 if prompt is None else int(prompt.visual.sum()),
+        environment=environment.describe(model),
+        prompt=prompt,
+        kv_dtype=kv_dtype,
+    )
+
+
+def agreement(reference: Sequence[int], answer: Sequence[int]) -> tuple[float, float]:
+    """Share of leading tokens that are equal, and share of positions that are equal, of the longer of the two."""
+    length = max(len(reference), len(answer))
+    if length == 0:
+        return 1.0, 1.0
+    same = [a == b for a, b in zip(reference, answer, strict=False)]
+    prefix = same.index(False) if False in same else len(same)
+    return prefix / length, sum(same) / length
+
+
+def kept_share(cache: CompressedCache, sequence: int = 0) -> Tensor:
+    """[C] float: for every prompt column, the share of (layer, KV head) pairs whose stored slots hold it now."""
+    held = (cache.kept(layer.layer_idx)[sequence].cpu() for layer in cache.compressed)
+    return held_share(held, cache.prompt_columns)[0]
+
+
+def storage_nbytes(cache: Any) -> int:
+    """Bytes of a transformers cache's tensors, each storage counted once."""
+    return sum(layer_nbytes(layer) for layer in cache.layers)
+
+
+class _Runner:
+    """Runs the prompt once, with or without a method, and measures it."""
+
+    def __init__(
+        self,
+        model: Any,
+        inputs: Mapping[str, Any],
+        limits: dict[str, Any],
+        decode: Callable[[Sequence[int]], str],
+        options: dict[str, Any],
+    ) -> None:
+        self.model, self.inputs, self.limits = model, dict(inputs), limits
+        self.decode, self.options = decode, options
+        self.columns = self.inputs["input_ids"].shape[1]
+        self.prompt: PromptMap | None = None
+
+    def warm_up(self) -> None:
+        """Two tokens on both paths, so that no row pays for first-time work."""
+        short = {"max_new_tokens": 2, "do_sample": False, "num_beams": 1}
+        self.model.generate(**self.inputs, **short)
+        with compress(self.model, Full(), **self.options):
+            self.model.generate(**self.inputs, **short)
+
+    def once(self, candidate: Candidate | None) -> Row:
+        """One run; with None the baseline's."""
+        if candidate is None:
+            return self.plain()
+        try:
+            return self.compressed(candidate)
+        except FoveaKVError as error:
+            settings = candidate.method.describe()
+            return Row(candidate.label, settings, error=f"{type(error).__name__}: {error}")
+
+    def plain(self) -> Row:
+        cache = compat.DynamicCache(config=compat.text_config_of(self.model))
+        tokens, clock = self._generate(**{compat.cache_argument(self.model): cache})
+        stored = storage_nbytes(cache)
+        return Row(
+            label=BASELINE,
+            settings={"method": BASELINE},
+            text=self.decode(tokens),
+            tokens=tokens,
+            stored_bytes=stored,
+            full_bytes=stored,
+            peak_bytes=stored,
+            prefill_seconds=clock.prefill_seconds,
+            token_seconds=clock.token_seconds,
+        )
+
+    def compressed(self, candidate: Candidate) -> Row:
+        with compress(self.model, candidate.method, **self.options) as session:
+            tokens, clock = self._generate()
+            report = session.report
+            self.prompt = session.cache.full_prompt.to("cpu")
+            return Row(
+                label=candidate.label,
+                settings=report.settings,
+                text=self.decode(tokens),
+                tokens=tokens,
+                stored_bytes=report.stored_bytes,
+                full_bytes=report.full_bytes,
+                peak_bytes=report.peak_bytes,
+                host_bytes=report.host_bytes,
+                evicted=report.evicted,
+                retrieved=report.retrieved,
+                prefill_seconds=clock.prefill_seconds,
+                token_seconds=clock.token_seconds,
+                notes=tuple(report.notes),
+                report=report.to_dict(),
+                kept=tuple(kept_share(session.cache).tolist()),
+            )
+
+    def _generate(self, **extra: Any) -> tuple[tuple[int, ...], StepClock]:
+        with StepClock(self.model) as clock:
+            sequences = self.model.generate(**self.inputs, **self.limits, **extra)
+        return tuple(sequences[0, self.columns :].tolist()), clock
+
+
+def _median_row(rows: Sequence[Row]) -> Row:
+    """The last run's row with the medians of all runs' times."""
+    per_token = [row.token_seconds for row in rows if row.token_seconds is not None]
+    return replace(
+        rows[-1],
+        prefill_seconds=median(row.prefill_seconds for row in rows),
+        token_seconds=median(per_token) if per_token else None,
+    )
+
+
+def _table(result: Comparison) -> Table:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    base = result.baseline
+    table = Table(
+        title=f"{result.prompt_tokens:,} prompt tokens, {result.visual_tokens:,} of them visual; "
+        f"up to {result.max_new_tokens} new tokens" + (f"; slots in {result.kv_dtype}" if result.kv_dtype else ""),
+        title_justify="left",
+        caption="same: leading tokens as transformers'; percent: of full bytes, of transformers' times",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1),
+    )
+    table.add_column("method", no_wrap=True)
+    table.add_column("answer", overflow="fold", min_width=12, max_width=32)  # the one column that gives way
+    for title in ("same", "stored", "prefill", "per token"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in result.rows:
+        label = row.label + (" *" if row.notes else "")
+        if row.error is not None:
+            table.add_row(label, "[red]failed[/red]", "", "", "", "")
+            continue
+        stored = f"{size_text(row.stored_bytes)} {_ratio(row.stored_bytes, row.full_bytes)}"
+        if row.host_bytes:
+            stored += f"\n+ {size_text(row.host_bytes)} host"
+        table.add_row(
+            label,
+            escape(textwrap.shorten(one_line(row.text), 64, placeholder=" ...")),
+            "" if row.prefix_agreement is None else f"{row.prefix_agreement:.0%}",
+            stored,
+            f"{row.prefill_seconds:.2f} s {_ratio(row.prefill_seconds, base.prefill_seconds)}",
+            "-"
+            if row.token_seconds is None
+            else f"{_milliseconds(row.token_seconds)} {_ratio(row.token_seconds, base.token_seconds)}",
+        )
+    return table
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 0.1 else f"{seconds * 1e3:.0f} ms"
+
+
+def _ratio(value: float, reference: float | None) -> str:
+    return f"{value / reference:4.0%}" if reference else ""

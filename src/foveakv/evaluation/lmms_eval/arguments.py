@@ -1,0 +1,98 @@
+"""`--model_args` -> a method, the options of `compress`, and settings for the processor, checked before loading."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from foveakv.cli.settings import option_types, parse_value
+from foveakv.core.budget import parse_budget
+from foveakv.engines.transformers.cache import check_options
+from foveakv.errors import MethodError
+from foveakv.methods import Method, available, find, get, near
+
+PLAIN = "none"
+"""The method name that leaves the model as it is."""
+
+_COMPRESS: dict[str, Any] = {
+    "backend": str,
+    "residual_length": int,
+    "kv_dtype": str | None,
+    "max_decode_slots": int | None,
+    "static": int | None,
+}
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """method: None for the plain model. compress: keyword arguments of `foveakv.compress`. processor: of its call."""
+
+    method: Method | None
+    compress: dict[str, Any] = field(default_factory=dict)
+    processor: dict[str, Any] = field(default_factory=dict)
+
+
+def parse(method: Any, budget: Any, settings: Mapping[str, Any], named: list[str]) -> Arguments:
+    """Reads what is FoveaKV's among the model arguments.
+
+    Args:
+        method: a name of `foveakv methods`, or "none".
+        budget: as on the command line: 0.1, 1024, "10%", "512MiB"; None = the method's default.
+        settings: all further arguments: "method.<option>", "processor.<option>", options of `compress`.
+        named: the arguments that the model class takes itself, for the list in the error.
+
+    Raises:
+        MethodError: an unknown method, an unknown argument, or a value that makes no sense.
+        BudgetError: a budget that cannot be read.
+    """
+    if method is None:
+        raise MethodError(
+            f"say which method: --model_args ...,method=hybridkv,budget=0.1, or method={PLAIN} for the plain model; "
+            f"known: {', '.join(available())}"
+        )
+    name, options, compress, processor = str(method), {}, {}, {}
+    for key, value in settings.items():
+        place, dot, option = key.partition(".")
+        if dot and place == "method":
+            options[option] = str(value)
+        elif dot and place == "processor":
+            processor[option] = value
+        elif key in _COMPRESS:
+            compress[key] = parse_value(key, _COMPRESS[key], str(value))
+        else:
+            known = [*named, *_COMPRESS, "method.<option>", "processor.<option>"]
+            raise MethodError(_unknown(key, name, known))
+    if budget is not None and "budget" in options:
+        raise MethodError("the budget is given twice: budget=... and method.budget=...")
+    if budget is not None:
+        options["budget"] = str(budget)
+    if name == PLAIN:
+        given = ["budget" if option == "budget" else f"method.{option}" for option in options] + list(compress)
+        if given:
+            raise MethodError(f"method={PLAIN} is the plain model and takes no {', '.join(given)}")
+        return Arguments(None, processor=processor)
+    built = _build(name, options)
+    check_options(built, **compress)
+    return Arguments(built, compress, processor)
+
+
+def _build(name: str, options: Mapping[str, str]) -> Method:
+    known, values = option_types(find(name)), {}
+    for key, text in options.items():
+        if key not in known:
+            raise MethodError(f"{name} has no option {key!r}{near(key, list(known))}; its options: {_listed(known)}")
+        if key == "budget":
+            parse_budget(text)
+        values[key] = parse_value(f"method.{key}", known[key], text)
+    return get(name, **values)
+
+
+def _unknown(key: str, method: str, known: list[str]) -> str:
+    if method != PLAIN and key in option_types(find(method)):
+        return f"{key!r} is an option of {method}: write method.{key}=..."
+    return f"--model_args has no argument {key!r}{near(key, known)}; arguments: {', '.join(known)}"
+
+
+def _listed(names: Mapping[str, Any]) -> str:
+    return ", ".join(names) or "none"

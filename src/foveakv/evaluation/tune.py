@@ -1,0 +1,181 @@
+"""The smallest budget per method that agrees with the full cache on a user's own prompts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foveakv.core.budget import parse_budget
+from foveakv.errors import InputError, MethodError
+from foveakv.evaluation.bootstrap import Interval, interval
+from foveakv.evaluation.compare import candidates
+from foveakv.evaluation.items import Item, Turn
+from foveakv.evaluation.lines import prompt_of, read_lines
+from foveakv.evaluation.results import does_not_apply
+from foveakv.models.inputs import read_image
+
+if TYPE_CHECKING:
+    from foveakv.evaluation.results import Result
+    from foveakv.evaluation.trial import Bench
+
+BUDGETS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7)
+FEW = 20
+"""With fewer prompts the bound says little, and the result says so."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One budget of a method.
+
+    loss: share of the full cache's reply tokens that the method would not have given, over prompts; upper: its bound,
+    NaN where unknown. bytes, host: stored bytes, on the compute device and in the backing store, as shares of the full
+    cache's. scored: tokens that were judged. errors: prompts that failed; skipped: prompts that the method does not
+    apply to.
+    """
+
+    budget: float | int | str
+    loss: Interval
+    upper: float
+    bytes: float
+    host: float
+    scored: int
+    errors: tuple[str, ...]
+    skipped: int = 0
+
+    def holds(self, most: float) -> bool:
+        """Whether the upper bound of the loss is known and within `most`, and no prompt failed."""
+        return not self.errors and self.upper <= most
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A method's budgets, the largest first. best: the smallest that holds together with all larger ones."""
+
+    method: str
+    options: dict[str, Any]
+    tried: tuple[Tried, ...]
+    most: float
+
+    @property
+    def nothing_judged(self) -> bool:
+        """No reply left a token to judge, and nothing failed: answers of one token, or none."""
+        return self.best is None and not any(tried.errors or tried.scored for tried in self.tried)
+
+    @property
+    def too_few(self) -> bool:
+        """No budget held, though the largest lost no more than `most` and failed nowhere: its bound is too wide."""
+        first = self.tried[0]
+        return self.best is None and not first.errors and first.loss.mean <= self.most
+
+    @property
+    def best(self) -> Tried | None:
+        held = list(itertools.takewhile(lambda tried: tried.holds(self.most), self.tried))
+        return held[-1] if held else None
+
+    def config(self) -> str | None:
+        """The line to paste; None where no budget held."""
+        if self.best is None:
+            return None
+        settings = "".join(f", {key}={value!r}" for key, value in {**self.options, "budget": self.best.budget}.items())
+        return f'foveakv.compress(model, foveakv.methods.get("{self.method}"{settings}))'
+
+
+def read_prompts(folder: Path, max_new_tokens: int = 64) -> list[Item]:
+    """The prompts of a folder: `prompts.jsonl`, each line {"prompt": "...", "images": ["a.png", ...]}.
+
+    `<image>` marks in the prompt say where pictures go, else they come first; files are named relative to the folder.
+    InputError: the file is missing or empty, or a line is damaged; the message has its number.
+    """
+
+    def item(number: int, entry: dict[str, Any]) -> Item:
+        text, names = prompt_of(entry)
+        images = tuple(read_image(folder / name) for name in names)
+        return Item("prompts", number, 0, images, (Turn(text, (), max_new_tokens=max_new_tokens),))
+
+    return read_lines(folder / "prompts.jsonl", item, ("prompt", "images"), '{"prompt": "...", "images": ["a.png"]}')
+
+
+def tune(
+    bench: Bench,
+    prompts: Sequence[Item],
+    methods: Sequence[str],
+    *,
+    budgets: Sequence[float | int | str] = BUDGETS,
+    options: dict[str, dict[str, Any]] | None = None,
+    max_loss: float = 0.01,
+    level: float = 0.95,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Tuned]:
+    """Tries all budgets with every method on every prompt.
+
+    A budget holds where the upper bound of the mean loss is at most `max_loss`: the bootstrap's (over prompts, at
+    `level`), and at least what a share that was never seen among so many tokens may still be, -ln((1 - level) / 2) /
+    tokens (the rule of three; it takes tokens as independent). Prompts that a method does not apply to, since it drops
+    visual tokens only, are left out.
+    The loss of a prompt is the share of the full cache's reply tokens, each behind the full cache's tokens before it,
+    that the method would not have given; the first token of a reply does not count, since the prefill sees everything
+    (of a method that takes tokens out of the prefill it does).
+
+    Args:
+        options: further settings per method name. progress: called with (prompts done, prompts).
+
+    Raises:
+        MethodError: a method takes no budget. InputError: max_loss is no share; budgets of several kinds.
+    """
+    if not 0 < max_loss < 1:
+        raise InputError(
+            f"max_loss is a share of tokens between 0 and 1; got {max_loss} (no number of prompts proves a loss of 0)"
+        )
+    if not budgets or not methods:
+        raise InputError("there is nothing to tune; name at least one method and one budget")
+    parsed = {budget: parse_budget(budget) for budget in budgets}
+    if len({one.kind for one in parsed.values()}) != 1:
+        raise InputError("budgets to tune must all be shares, or all tokens, or all bytes, so that they have an order")
+    order = sorted(parsed, key=lambda budget: parsed[budget].value, reverse=True)
+    options = options or {}
+    chosen = candidates(methods, order, options)
+    for candidate in chosen:
+        if getattr(candidate.method, "budget", None) not in order:
+            raise MethodError(f"{candidate.label}: takes no budget to tune, or its settings hold one")
+    results: dict[str, list[Result]] = {candidate.label: [] for candidate in chosen}
+    for number, item in enumerate(prompts):
+        if progress is not None:
+            progress(number, len(prompts))
+        for result in bench.run(item, chosen):
+            results[result.label].append(result)
+    found = []
+    for name in dict.fromkeys(methods):
+        own = [candidate for candidate in chosen if candidate.method.name == name]
+        tried = tuple(_tried(candidate.method, results[candidate.label], level, seed) for candidate in own)
+        found.append(Tuned(name, dict(options.get(name, {})), tried, max_loss))
+    return found
+
+
+def _tried(method: Any, results: Sequence[Result], level: float, seed: int) -> Tried:
+    good = [result for result in results if result.error is None]
+    counted = [result for result in good if result.equal is not None and result.scored]
+    loss = interval([1 - (result.equal or 0) for result in counted], level=level, seed=seed)
+    scored = sum(result.scored for result in counted)
+    unseen = -math.log((1 - level) / 2) / max(scored, 1)
+    errors = tuple(result.error for result in results if result.error is not None)
+    return Tried(
+        method.budget,
+        loss,
+        max(loss.high, min(unseen, 1.0)) if loss.known else math.nan,
+        _share([(result.stored_bytes, result.full_bytes) for result in good]),
+        _share([(result.host_bytes, result.full_bytes) for result in good]),
+        scored,
+        tuple(error for error in errors if not does_not_apply(error)),
+        sum(map(does_not_apply, errors)),
+    )
+
+
+def _share(pairs: Sequence[tuple[int | None, int | None]]) -> float:
+    """Mean of own / full over prompts; NaN without any."""
+    shares = [own / full for own, full in pairs if own is not None and full]
+    return sum(shares) / len(shares) if shares else math.nan

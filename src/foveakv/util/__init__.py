@@ -1,0 +1,1 @@
+"""Helpers that know nothing of caches or methods: files, texts, timing."""

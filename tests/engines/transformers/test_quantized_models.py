@@ -1,0 +1,455 @@
+"""Whole models with `kv_dtype`: exactly the plain model with its stored keys and values rounded to codes."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import families
+import masked_reference
+import matrix
+import pytest
+import tiny_folder
+import torch
+from masked_reference import largest_difference, masked, recorded
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+from typer.testing import CliRunner, Result
+
+import foveakv
+from foveakv import errors
+from foveakv.cli import app
+from foveakv.memory.quantizer import Quantizer
+from foveakv.memory.segments import Segments
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
+KINDS = ["int8", "int4"]
+FAMILIES = ["qwen2_5_vl", "llava", "gemma3"]
+# These drop or bring back after the prompt: which of its tokens had exact copies does not follow from the trace.
+DROPS_LATER = ["hybridkv", "mustdrop", "prefixkv", "quest", "vlcache"]
+TOLERANCE = 1e-5  # decoded numbers are float32, whatever the model computes in
+
+
+# --------------------------------------------------------------------------------------- an independent reference
+
+
+class _Coded:
+    """What the reference needs to know: the codes, the ring, and the real columns of the prompt."""
+
+    def __init__(self, kind: str, window: int, real: Tensor) -> None:
+        self.kind, self.window, self.real = kind, window, real
+
+    def stored(self, key: Tensor, value: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, H, columns, ...] as a memory gives them back that keeps the positions kept [B, H, M]
+        of the prompt, and appended every later column."""
+        batch, heads, columns, _ = key.shape
+        real = self.real.repeat_interleave(batch // len(self.real), 0)
+        prompt = real.shape[1]
+        codes = Quantizer.of_prompt(self.kind, key[:, :, :prompt], value.shape[-1], real)
+        rows = codes.encode_keys(key.flatten(0, 1))
+        keys = codes.decode_keys(rows, torch.arange(batch * heads)[:, None]).view(key.shape).to(key.dtype)
+        values = codes.decode_values(codes.encode_values(value)).to(value.dtype)
+        if self.window:
+            newest = torch.zeros(batch, heads, columns, dtype=torch.bool)
+            newest[..., max(prompt, columns - self.window) :] = True
+            left = self.window - (columns - prompt)  # exact copies of the prompt's tokens that are not yet replaced
+            order = torch.where((kept >= 0) & (kept < prompt), kept, -1).sort(-1, descending=True).values
+            order = order[..., : max(0, left)]
+            newest[..., :prompt] |= torch.nn.functional.one_hot(order + 1, prompt + 1).sum(-2)[..., 1:].bool()
+            keys, values = keys.where(~newest[..., None], key), values.where(~newest[..., None], value)
+        return keys, values
+
+
+_coding: list[_Coded] = []
+
+
+def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+    """The masked reference, over what the codes leave of keys and values in the layers that are compressed."""
+    replay = masked_reference._running[-1]
+    if replay.step > 0 and module.layer_idx in (replay.trace[replay.step] or {}):
+        first = next(step for step in replay.trace if step and module.layer_idx in step)
+        key, value = _coding[-1].stored(key, value, first[module.layer_idx])
+    return masked_reference._attention(module, query, key, value, mask, **kwargs)
+
+
+AttentionInterface.register("coded_reference", _attention)
+AttentionMaskInterface.register("coded_reference", sdpa_mask)
+
+
+@contextmanager
+def coded(kind: str, window: int, inputs: dict[str, Any]) -> Iterator[None]:
+    """Inside, `masked` replays with codes."""
+    real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
+    _coding.append(_Coded(kind, window, real))
+    before, masked_reference.NAME = masked_reference.NAME, "coded_reference"
+    try:
+        yield
+    finally:
+        masked_reference.NAME = before
+        _coding.pop()
+
+
+def compressed(model: Any, method: Any, inputs: dict[str, Any], kind: str, window: int, **options: Any) -> matrix.Run:
+    """Generates with codes, with a trace; `backend` among the options goes to `compress`."""
+    backend = options.pop("backend", "auto")
+    with (
+        foveakv.compress(model, method, trace=True, kv_dtype=kind, residual_length=window, backend=backend) as session,
+        recorded(model) as logits,
+    ):
+        output = model.generate(**inputs, **{**matrix.GREEDY, **options})
+        return matrix.Run(output.sequences, logits, session.cache, session, list(session.trace))
+
+
+def check(model: Any, run: matrix.Run, inputs: dict[str, Any], kind: str, window: int, **options: Any) -> None:
+    with coded(kind, window, inputs):
+        matrix.check_against_reference(model, run, inputs, TOLERANCE, **options)
+
+
+# -------------------------------------------------------------------------------------------------------- exactness
+
+ALL = list(itertools.product(FAMILIES, matrix.METHODS, KINDS))
+
+
+@pytest.mark.parametrize(("family", "name", "kind"), ALL)
+def test_every_method_attends_to_decoded_slots(family: str, name: str, kind: str) -> None:
+    """A padded batch, in fp64, so that no number lies so near to a rounding edge that the two could disagree."""
+    model, inputs = matrix.model(family, torch.float64), families.batch(family, dtype=torch.float64).inputs
+    run = compressed(model, matrix.method(name), inputs, kind, 0)
+    check(model, run, inputs, kind, 0)
+    matrix.check_storage(run)
+    plain = matrix.replayed(model, run, inputs)
+    assert largest_difference(run.logits, plain.logits) > 10 * TOLERANCE, "the codes made no difference"
+
+
+@pytest.mark.parametrize("window", [4, 32])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [name for name in matrix.METHODS if name not in DROPS_LATER])
+def test_the_newest_tokens_are_exact(name: str, kind: str, window: int) -> None:
+    family = "qwen2_5_vl"
+    model, inputs = matrix.model(family, torch.float64), families.batch(family, dtype=torch.float64).inputs
+    run = compressed(model, matrix.method(name), inputs, kind, window)
+    check(model, run, inputs, kind, window)
+    matrix.check_storage(run)
+
+
+@pytest.mark.parametrize("classify", ["all_static", "all_dynamic"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_fetched_chunks_become_codes(kind: str, classify: str) -> None:
+    """Chunks lie in the store as the model made them; in their slots they are codes."""
+    family = "llava"
+    model, inputs = matrix.model(family, torch.float64), families.batch(family, dtype=torch.float64).inputs
+    run = compressed(model, matrix.method("hybridkv", classify=classify, budget=0.6), inputs, kind, 0)
+    check(model, run, inputs, kind, 0)
+    assert (run.session.report.retrieved > 0) == (classify == "all_dynamic")
+    if classify == "all_dynamic":
+        for layer in run.cache.compressed:
+            assert layer.segments.codes is not None
+            assert layer.state["store"].stored.dtype == torch.float64
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["snapkv", "hae", "h2o", "adakv"])
+def test_beams(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reordered beams carry their bytes along: nothing is encoded again."""
+    family = "qwen2_5_vl"
+    model, inputs = matrix.model(family, torch.float64), families.batch(family, dtype=torch.float64).inputs
+    moved = []
+    original = Segments.select_sequences
+
+    def select(self: Segments, index: Tensor) -> None:
+        before = bits(self)
+        original(self, index)
+        wanted = [part for i in index.tolist() for part in before[i * self.heads : (i + 1) * self.heads]]
+        same = [all(map(torch.equal, a, b)) for a, b in zip(bits(self), wanted, strict=True)]
+        moved.append(index.tolist() != list(range(len(index))))
+        assert all(same)
+
+    monkeypatch.setattr(Segments, "select_sequences", select)
+    run = compressed(model, matrix.method(name), inputs, kind, 2, num_beams=3)
+    assert any(moved)
+    check(model, run, inputs, kind, 2, num_beams=3)
+    matrix.check_storage(run)
+
+
+def bits(segments: Segments) -> list[tuple[Tensor, ...]]:
+    """For every run: rows of codes, ring, scales."""
+    runs, found = segments.runs, []
+    for run, (start, length) in enumerate(zip(runs.start.tolist(), runs.length.tolist(), strict=True)):
+        rows = slice(start, start + length)
+        parts = [runs.keys[rows], runs.values[rows], runs.codes.key_scale[run], runs.codes.key_zero[run]]
+        if runs.exact is not None:
+            parts += [runs.exact.slot_entry[rows], runs.exact.keys[run], runs.exact.values[run]]
+        found.append(tuple(part.clone() for part in parts))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["full", "snapkv", "h2o", "hae"])
+def test_a_row_of_a_batch_is_as_alone(name: str, kind: str) -> None:
+    batch = families.batch("qwen2_5_vl", dtype=torch.float64)
+    model = matrix.model("qwen2_5_vl", torch.float64)
+    together = compressed(model, matrix.method(name), batch.inputs, kind, 4)
+    for i, single in enumerate(batch.singles):
+        alone = compressed(model, matrix.method(name), single, kind, 4)
+        assert torch.equal(alone.tokens[0, -6:], together.tokens[i, -6:])
+        for a, b in zip(alone.logits, together.logits, strict=True):
+            assert (a[0, -1] - b[i, -1]).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["snapkv", "hae", "h2o", "hybridkv"])
+def test_second_turn(name: str, kind: str) -> None:
+    """New words with a new picture, several tokens in one pass; padding between the turns of the shorter row."""
+    family, window = "llava", 0 if name in DROPS_LATER else 9
+    model = matrix.model(family, torch.float64)
+    rows = [families.row(family, images=2), families.row(family, images=1, seed=1)]
+    first = families.first_turn(family, rows, torch.float64)
+
+    def talk(cache: Any = None) -> list[Tensor]:
+        past = {} if cache is None else {"past_key_values": cache}
+        output = model.generate(**first.inputs, **matrix.GREEDY, **past)
+        second = families.next_turn(family, model, first, output.sequences, image=True)
+        cache = matrix.cache_of(output)
+        again = model.generate(**second.inputs, **matrix.GREEDY, past_key_values=cache)
+        return [output.sequences, again.sequences]
+
+    method = matrix.method(name)
+    with (
+        foveakv.compress(model, method, trace=True, kv_dtype=kind, residual_length=window) as session,
+        recorded(model) as got,
+    ):
+        tokens = talk()
+    with coded(kind, window, first.inputs), masked(model, list(session.trace)), recorded(model) as want:
+        assert all(map(torch.equal, talk(), tokens))
+    assert largest_difference(got, want) < TOLERANCE
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("backend", ["blocks", "cpu"])
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "h2o", "hae", "hybridkv"])
+def test_backends_agree(name: str, backend: str, kind: str) -> None:
+    """In float32 and bfloat16; new tokens stay exact for these few steps, so that rounding cannot part the runs."""
+    if backend == "cpu" and foveakv.kernels.problem("cpu"):
+        pytest.skip("the CPU kernel cannot be built here")
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, None)):
+        model = matrix.model("qwen2_5_vl", dtype)
+        inputs = families.batch("qwen2_5_vl", dtype=dtype).inputs
+        method = matrix.method(name)
+        want = compressed(model, method, inputs, kind, 8, backend="reference")
+        got = compressed(model, method, inputs, kind, 8, backend=backend)
+        if tolerance is not None:
+            assert largest_difference(got.logits, want.logits) < tolerance
+            assert torch.equal(got.tokens, want.tokens)
+        else:  # one rounded step: later ones may go other ways
+            difference = (got.logits[1].float() - want.logits[1].float()).abs().max()
+            assert difference < 0.03 * want.logits[1].float().abs().max()
+
+
+# ------------------------------------------------------------------------------------------- copies, crops, chunks
+
+
+def test_a_copied_cache_goes_its_own_way() -> None:
+    model, inputs = matrix.model("qwen2_5_vl"), families.prompt("qwen2_5_vl")
+    cache = foveakv.cache_for(model, matrix.method("snapkv"), kv_dtype="int8", residual_length=3)
+    output = model.generate(**inputs, **matrix.GREEDY, past_key_values=cache)
+    twin = copy.deepcopy(cache)
+    before = [bits(layer.segments) for layer in twin.compressed]
+    ids = torch.cat([output.sequences, torch.tensor([[31, 32]])], 1)
+    more = {"input_ids": ids, "attention_mask": torch.ones_like(ids)} | families.token_types("qwen2_5_vl", ids)
+    want = model.generate(**more, **matrix.GREEDY, past_key_values=cache).sequences
+    for layer, runs in zip(twin.compressed, before, strict=True):
+        assert all(torch.equal(a, b) for new, old in zip(bits(layer.segments), runs, strict=True)
+                   for a, b in zip(new, old, strict=True))  # fmt: skip
+    assert torch.equal(model.generate(**more, **matrix.GREEDY, past_key_values=twin).sequences, want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_in_chunks(kind: str) -> None:
+    """Ranges are those of the whole prompt, not of its last chunk."""
+    model, inputs = matrix.model("llama", torch.float64), families.batch("llama", dtype=torch.float64).inputs
+    run = compressed(model, matrix.method("snapkv"), inputs, kind, 3, prefill_chunk_size=16)
+    check(model, run, inputs, kind, 3, prefill_chunk_size=16)
+
+
+def test_the_oldest_decoded_tokens_go_first() -> None:
+    model, inputs = matrix.model("llama"), families.prompt("llama")
+    with foveakv.compress(
+        model, matrix.method("snapkv"), kv_dtype="int8", residual_length=2, max_decode_slots=4, trace=True
+    ) as session:
+        model.generate(**inputs, **{**matrix.GREEDY, "max_new_tokens": 12})
+    columns = inputs["input_ids"].shape[1]
+    for layer in session.cache.compressed:
+        positions, entries = layer.segments.positions(), layer.segments.field("exact")
+        assert int((positions >= columns).sum(-1).max()) <= 4
+        assert torch.equal(entries >= 0, positions >= columns + 9)
+
+
+@pytest.mark.parametrize("window", [0, 4, 32])
+def test_cropped_drafts_leave_nothing_behind(window: int) -> None:
+    """Tokens that were taken back and given again are the same bytes in the same ring."""
+    model, inputs = matrix.model("llama"), families.prompt("llama")
+    caches = [
+        foveakv.cache_for(model, matrix.method("snapkv"), kv_dtype="int8", residual_length=window) for _ in range(2)
+    ]
+    new = torch.tensor([[31, 32, 33, 34, 35]])
+    given = torch.ones_like(inputs["input_ids"])
+    argument = matrix.cache_argument("llama")
+    for cache, drafts in zip(caches, (3, 0), strict=True):
+        model(**inputs, **{argument: cache})
+        model(input_ids=new[:, :2], attention_mask=torch.ones(1, given.shape[1] + 2), **{argument: cache})
+        if drafts:
+            wrong = torch.tensor([[91, 92, 93]])
+            model(input_ids=wrong, attention_mask=torch.ones(1, given.shape[1] + 5), **{argument: cache})
+            cache.crop(given.shape[1] + 2)
+        last = model(input_ids=new[:, 2:], attention_mask=torch.ones(1, given.shape[1] + 5), **{argument: cache})
+        assert torch.isfinite(last.logits).all()
+    for layers in zip(*(cache.compressed for cache in caches), strict=True):
+        one, two = (layer.segments for layer in layers)
+        assert torch.equal(one.positions(), two.positions())
+        assert all(map(torch.equal, one.gather(), two.gather()))
+        assert all(map(torch.equal, bits(one)[0][:2], bits(two)[0][:2]))
+        if window:
+            assert torch.equal(one.field("exact"), two.field("exact"))
+            assert int((one.field("exact") >= 0).sum()) == min(window, one.max_length) * one.heads
+
+
+# ------------------------------------------------------------------------------------------------- bytes, reports
+
+
+def long_prompt(columns: int, dtype: torch.dtype) -> dict[str, Any]:
+    parts: list[Any] = []
+    for i in range(columns // 32):
+        parts += [15, families.Picture(seed=i)]
+    inputs = families.encode("llava", [families.Row((*parts, 20))])
+    return {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
+
+
+@pytest.mark.parametrize(("dtype", "kind", "least"), [
+    (torch.float32, "int8", 2.4), (torch.float32, "int4", 3.6),
+    (torch.bfloat16, "int8", 1.4), (torch.bfloat16, "int4", 2.0),
+])  # fmt: skip
+def test_memory_shrinks_further(dtype: torch.dtype, kind: str, least: float) -> None:
+    """At a tenth of the prompt, head dimension 64: codes come on top of what the method saves."""
+    model = families.build("llava", dtype=dtype, num_hidden_layers=2, hidden_size=128, head_dim=64)
+    inputs = long_prompt(1500, dtype)
+    found = {}
+    for kv_dtype in (None, kind):
+        with foveakv.compress(
+            model, foveakv.SnapKV(budget=0.1, window=8), kv_dtype=kv_dtype, residual_length=8
+        ) as session:
+            output = model.generate(**inputs, **matrix.GREEDY)
+        run = matrix.Run(output.sequences, [], session.cache, session)
+        matrix.check_storage(run)
+        found[kv_dtype] = session.report
+    assert found[kind].stored_slots == found[None].stored_slots
+    assert found[None].stored_bytes / found[kind].stored_bytes >= least
+    assert found[kind].compression >= 9 * least
+    assert found[kind].saved_by_quantization == found[None].stored_bytes - found[kind].stored_bytes
+    assert found[kind].peak_bytes < found[None].peak_bytes
+
+
+def test_report_says_how_slots_are_stored() -> None:
+    model, inputs = matrix.model("llava"), families.prompt("llava")
+    with foveakv.compress(model, matrix.method("snapkv"), kv_dtype="int8", residual_length=4) as session:
+        model.generate(**inputs, **matrix.GREEDY)
+    data = session.report.to_dict()
+    assert (data["kv_dtype"], data["residual_length"]) == ("int8", 4)
+    assert data["saved_by_quantization"] > 0
+    assert data["notes"] == []
+    assert "int8, the newest 4 exact" in str(session.report)
+    with foveakv.compress(model, matrix.method("snapkv")) as session:
+        model.generate(**inputs, **matrix.GREEDY)
+    data = session.report.to_dict()
+    assert (data["kv_dtype"], data["residual_length"], data["saved_by_quantization"]) == (None, None, 0)
+    assert "stored as" not in str(session.report)
+
+
+def test_report_says_when_nothing_is_saved() -> None:
+    """A ring that is longer than what is kept costs more than codes save."""
+    model, inputs = matrix.model("llava"), families.prompt("llava")
+    with foveakv.compress(model, matrix.method("snapkv"), kv_dtype="int8", residual_length=64) as session:
+        model.generate(**inputs, **matrix.GREEDY)
+    assert session.report.saved_by_quantization < 0
+    assert any("saves nothing here" in note for note in session.report.notes)
+
+
+# -------------------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(("options", "message"), [
+    ({"kv_dtype": "int-8"}, r"unknown kv_dtype 'int-8' \(did you mean 'int8'\?\); choose 'int8', 'int4', or None"),
+    ({"kv_dtype": "fp8"}, "unknown kv_dtype 'fp8'"),
+    ({"kv_dtype": torch.int8}, "unknown kv_dtype torch.int8"),
+    ({"kv_dtype": 8}, "unknown kv_dtype 8"),
+    ({"kv_dtype": ["int8"]}, "unknown kv_dtype"),
+    ({"kv_dtype": "int8", "residual_length": -1}, "residual_length must be a whole number from 0 to 32767.*got -1"),
+    ({"residual_length": 2.5}, "residual_length must be a whole number"),
+    ({"residual_length": True}, "residual_length must be a whole number"),
+    ({"residual_length": 40_000}, "residual_length must be a whole number"),
+])  # fmt: skip
+def test_options_that_mean_nothing(options: dict[str, Any], message: str) -> None:
+    model, method = matrix.model("llama"), foveakv.methods.get("full")
+    for use in (foveakv.compress, foveakv.cache_for):
+        with pytest.raises(errors.MethodError, match=message):
+            use(model, method, **options)
+
+
+def test_an_odd_head_dimension_cannot_be_packed() -> None:
+    model = families.build("llama", head_dim=15, rope_parameters={"rope_type": "default", "rope_theta": 1e4})
+    with pytest.raises(errors.MethodError, match=r"even head dimensions, got 15.*choose kv_dtype='int8'"):
+        foveakv.cache_for(model, foveakv.methods.get("full"), kv_dtype="int4")
+
+
+# ------------------------------------------------------------------------------------------------- command line
+
+
+def invoke(*args: Any) -> Result:
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+def test_command_line(tmp_path: Path) -> None:
+    folder, pictures = tiny_folder.save(tmp_path / "model"), tiny_folder.pictures(tmp_path, 1)
+    common = ("--model", folder, "-i", pictures[0], "-p", "Hm?", "--kv-dtype", "int8", "-n", 3)
+    out = tmp_path / "out.json"
+    done = invoke("generate", *common, "--method", "snapkv", "--set", "window=4", "--json", out)
+    assert done.exit_code == 0, done.output
+    assert "int8, the newest 32 exact" in done.stdout
+    assert json.loads(out.read_text())["report"]["kv_dtype"] == "int8"
+    done = invoke("compare", *common, "--methods", "full", "--json", out)
+    assert done.exit_code == 0, done.output
+    assert "slots in int8" in done.stdout
+    data = json.loads(out.read_text())
+    assert data["kv_dtype"] == "int8"
+    assert data["rows"][1]["report"]["kv_dtype"] == "int8"
+
+
+@pytest.mark.parametrize("command", ["generate", "compare"])
+def test_command_line_mistakes_are_found_before_the_model_is_loaded(command: str) -> None:
+    done = invoke(command, "--model", "no/such/model", "--prompt", "Hm?", "--kv-dtype", "int9")
+    assert done.exit_code == 2
+    assert "unknown kv_dtype 'int9' (did you mean 'int8'?)" in done.stderr
+
+
+# --------------------------------------------------------------------------------------------------------- quality
+
+
+def test_most_tokens_are_those_of_the_plain_model() -> None:
+    """Random weights have many near ties; int8 still answers as the plain model almost everywhere."""
+    equal: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    for family, name in itertools.product(FAMILIES, ["full", "snapkv", "h2o"]):
+        model, inputs = matrix.model(family), families.batch(family).inputs
+        want = matrix.compressed(model, matrix.method(name), inputs).tokens[:, -6:]
+        for kind in KINDS:
+            got = compressed(model, matrix.method(name), inputs, kind, 0).tokens[:, -6:]
+            equal[kind].append((got == want).float().mean().item())
+    shares = {kind: sum(found) / len(found) for kind, found in equal.items()}
+    print(f"tokens equal to those without codes: {shares}")
+    assert shares["int8"] >= 0.7
+    assert shares["int8"] >= shares["int4"]
