@@ -5,7 +5,7 @@
 | device | storage | backend |
 |---|---|---|
 | CPU | float32, bfloat16, float16, codes | `cpu` if its kernel can be built and loaded here, else `blocks` |
-| CPU, more than 48 query rows (G * q) per KV head, no mass wanted | any | `blocks`: that is a matrix product's work |
+| CPU, more than 48 query rows (G * q) per KV head, no attention sum | any | `blocks`, which uses matrix products |
 | CPU | float64, or codes with float64 queries | `blocks` |
 | CUDA | the same, head dims up to 256 | `triton` where triton is installed, else `blocks` |
 | other | any | `blocks` |
@@ -62,6 +62,32 @@ def problem(name: str) -> str | None:
     return None
 
 
+def prepare(device: torch.device | str, *, itemsize: int = 4, backend: str = "auto") -> None:
+    """Build and load what `attend` needs for tensors on `device`, so that no measured step pays for it.
+
+    Cheap after the first call in a process. Engines call it before they start the clock of a prefill. The first call
+    on a machine compiles the CPU kernel (about 20 s). Triton compiles its kernels for each shape on first launch,
+    which no call here can replace; only the import is done.
+
+    Args:
+        device: where queries, keys and values are stored.
+        itemsize: bytes of one number of the queries; float64 (8) never uses the CPU kernel with "auto".
+        backend: as in `attend`.
+
+    MethodError: `backend` is named explicitly and cannot be used on this machine, with the reason.
+    """
+    kind = torch.device(device).type
+    if backend != "auto" and backend not in BACKENDS:
+        raise MethodError(f"no attention backend {backend!r}; choose 'auto' or one of {sorted(BACKENDS)}")
+    if backend == "auto":
+        if kind == "cpu" and itemsize <= 4:
+            problem("cpu")  # a reason why there is none is reported when the kernel is first chosen
+        elif kind == "cuda" and problem("triton") is None:
+            _module("triton_kernels")
+    elif (reason := problem(backend)) is not None:
+        raise MethodError(f"the {backend} backend is not available: {reason}; choose backend='blocks' or 'auto'")
+
+
 def choose(query: Tensor, runs: Runs, *, need_attention_sum: bool = False) -> str:
     """The backend that "auto" stands for: the table at the top of this module."""
     global _warned
@@ -99,11 +125,11 @@ def attend(
 
     query [B, Hq, q, D], RoPE applied; query head i reads KV head i // (Hq // H).
     mask bool [B, 1 or H, q, M] in padded run coordinates, True = may attend; None = every stored slot.
-    other_lse [B, Hq, q]: the log-sum-exp of what every query attends to elsewhere. out and mass are then the share of
-    these runs in the whole, and the log-sum-exp is that of both together.
+    other_lse [B, Hq, q]: the log-sum-exp of what every query attends to elsewhere. out and attention_sum are then the
+    share of these runs in the whole, and the log-sum-exp is that of both together.
 
-    Returns out [B, Hq, q, Dv] in the query's dtype; with `need_attention_sum` the attention probabilities summed over the
-    query group and the q queries: mass [B, H, M] float32 (float64 for float64 queries), 0 beyond a run; with `need_lse`
+    Returns out [B, Hq, q, Dv] in the query's dtype; with `need_attention_sum` the attention probabilities summed over
+    the query group and the q queries: attention_sum [B, H, M] float32 (float64 for float64 queries), 0 beyond a run; with `need_lse`
     the natural log-sum-exp of the scaled scores, [B, Hq, q] in the dtype of the attention sum.
     Runs with `codes` hold keys and values as codes, and with `exact` full-precision copies of some, which are read in
     place of the codes.
@@ -161,7 +187,7 @@ def decode_attention(
     need_attention_sum: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """`attend` for those who need no log-sum-exp: (out, mass)."""
+    """`attend` for those who need no log-sum-exp: (out, attention_sum)."""
     return attend(query, runs, scaling, mask, need_attention_sum=need_attention_sum, backend=backend)[:2]
 
 

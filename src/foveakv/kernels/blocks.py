@@ -133,8 +133,8 @@ def attend_strips(
             visible = None if visible is None else visible[None, None]
             beside = None if other is None else other[None, None, run]
             got, got_attention_sum, got_lse = _whole(
-                rows[None, None, run], keys[None, None], values[None, None], scaling, visible, need_attention_sum, need_lse,
-                beside,
+                rows[None, None, run], keys[None, None], values[None, None], scaling, visible,
+                need_attention_sum, need_lse, beside,
             )  # fmt: skip
             out[run] = got[0, 0]
             if lse is not None and got_lse is not None:
@@ -224,7 +224,7 @@ def attend_tiles(
 
 
 def _nothing(query: Tensor, runs: Runs, need_attention_sum: bool, need_lse: bool, other_lse: Tensor | None) -> Attended:
-    """No run stores anything: zeros, and an empty mass."""
+    """No run stores anything: zeros, and an empty attention sum."""
     attention_sum = torch.zeros(runs.batch, runs.heads, 0, dtype=precision(query), device=query.device)
     lse = torch.full(query.shape[:3], -torch.inf, dtype=precision(query), device=query.device)
     if other_lse is not None:
@@ -284,7 +284,7 @@ def _whole(
 
     other_lse [B, H, n] or None.
 
-    Returns out [B, H, n, Dv], mass [B, H, M] and log-sum-exp [B, H, n], the latter two where needed.
+    Returns out [B, H, n, Dv], attention_sum [B, H, M] and log-sum-exp [B, H, n], the latter two where needed.
     """
     attention_sum = lse = None
     if (

@@ -15,9 +15,7 @@ class Attended(NamedTuple):
 
     out: Tensor  # [B, Hq, q, Dv] in the query's dtype
     attention_sum: Tensor | None = None  # [B, H, M] float32 (float64 for float64 queries), where asked for
-    lse: Tensor | None = (
-        None  # [B, Hq, q] natural log-sum-exp of the scaled scores, same dtype as mass, where asked for
-    )
+    lse: Tensor | None = None  # [B, Hq, q] natural log-sum-exp of the scaled scores, in the dtype of attention_sum
 
 
 def value_dim(runs: Runs) -> int:
@@ -26,7 +24,7 @@ def value_dim(runs: Runs) -> int:
 
 
 def precision(tensor: Tensor) -> torch.dtype:
-    """What attention over such a query computes in, and the dtype of mass and log-sum-exp."""
+    """What attention over such a query computes in, and the dtype of attention sum and log-sum-exp."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 

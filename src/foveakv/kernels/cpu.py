@@ -96,7 +96,7 @@ def attend_with_chunks(
         chunk_keys: [N, T * D], chunk_values: [N, T * Dv]: N chunks of T tokens, in the dtype of the runs.
         table: int64 [R, K]: the chunks that run r = b * H + h reads; -1 = none. Every query may attend to all of them.
         mask: bool [B, 1 or H, q, M] over the runs' own slots.
-        need_attention_sum: also return mass [B, H, M] over the runs' own slots; what goes to chunks is missing in its sum.
+        need_attention_sum: also return attention_sum [B, H, M] over the runs' own slots, without the chunks.
         need_lse: also return the log-sum-exp [B, Hq, q], over both.
     MethodError: as in `attend`. ValueError: shapes that do not fit, or an index beyond the store.
     """

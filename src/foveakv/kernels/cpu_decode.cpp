@@ -464,7 +464,7 @@ extern "C" struct Arguments {
   double scaling;
   const float* other_lse;  // [runs, rows] or null
   void* out;  // [runs, rows, value_dim]
-  float* lse;  // [runs, rows]; may be null without a attention_sum
+  float* lse;  // [runs, rows]; may be null without attention_sum
   float* attention_sum;  // [runs, attention_sum_width] or null, zeros
   int64_t attention_sum_width;
 };
@@ -535,7 +535,7 @@ struct Decode {
   int64_t row_step, out_step;  // of padded rows
   int64_t first_row = 0, rows = 0;  // of this pass
   Floats partial_out, partial_top, partial_sum;
-  Floats kept, kept_top;  // for a attention_sum: the weights of own slots, and the largest score that a tile's were taken to
+  Floats kept, kept_top;  // for the attention sum: the weights of own slots, and the largest score that a tile's were taken to
 
   explicit Decode(const Arguments& arguments)
       : a(arguments), row_step(padded<T>(a.dim)), out_step(padded<T>(a.value_dim)) {}

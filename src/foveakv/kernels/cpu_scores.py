@@ -42,11 +42,12 @@ def add_and_find(
     by_position: bool,
     marked: Tensor | None = None,
 ) -> Tensor:
-    """score += mass, and the slot with the lowest score of every group: int64 [B, H or 1, 1].
+    """score += attention_sum, and the slot with the lowest score of every group: int64 [B, H or 1, 1].
 
     Args:
         runs: all heads of a sequence hold equally many slots.
-        score: float32 [N], a side field of the runs; changed in place. mass: float32 [B, H, M].
+        score: float32 [N], a side field of the runs; changed in place.
+        attention_sum: float32 [B, H, M].
         low, high: one of each for every group; candidates are the slots from `low` on, below `high`. A group without
             candidates gets slot 0.
         per_head: every run is a group; otherwise the heads of a sequence are one, and their scores are summed.
@@ -59,7 +60,9 @@ def add_and_find(
     total, heads = runs.batch * runs.heads, runs.heads
     groups = total if per_head else runs.batch
     if len(low) != groups or len(high) != groups or attention_sum.shape != (runs.batch, heads, runs.max_length):
-        raise ValueError(f"add_and_find expects {groups} bounds and mass [B, H, M], got {tuple(attention_sum.shape)}")
+        raise ValueError(
+            f"add_and_find expects {groups} bounds and attention_sum [B, H, M], got {tuple(attention_sum.shape)}"
+        )
     attention_sum = attention_sum.contiguous()
     start = runs.start if runs.start_host is None else runs.start_host
     length = runs.length if runs.length_host is None else runs.length_host

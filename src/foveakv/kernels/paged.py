@@ -42,8 +42,8 @@ def attend_with_pages(
     """Attention of query [B, Hq, q, D] over the runs' own slots and their pages.
 
     mask: bool [B, 1 or H, q, M] over own slots. page_mask: bool [B, H, q, K * T] over the pages in the order of the
-    table; None = every query may attend to all of them. Returns out [B, Hq, q, Dv], and with `need_attention_sum` the attention sum
-    [B, H, M] of the own slots.
+    table; None = every query may attend to all of them. Returns out [B, Hq, q, Dv], and with `need_attention_sum` the
+    attention sum [B, H, M] of the own slots.
     MethodError: `need_attention_sum` together with a page_mask, or what `attend` raises. ValueError: shapes.
     """
     if not query.is_cpu:

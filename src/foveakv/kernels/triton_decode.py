@@ -6,7 +6,7 @@ log-sum-exp, so that nothing is added atomically and the result does not change 
 
 Nothing waits for the device: starts and lengths are read there, and the grid follows from shapes and from the power
 of two above `max_length`. A call captured in a CUDA graph stays right while lengths change in place below that power
-of two (the shape of a mask or a mass, of course, stays what it was).
+of two (the shape of a mask or an attention sum, of course, stays what it was).
 
 Contract with `foveakv.kernels`: the registry row "triton" imports this module on first use and calls `attend` or
 `attend_with_lse`; `available()` says whether that can work on this machine, `supports(query, runs)` whether it takes
@@ -84,7 +84,7 @@ def attend_with_lse(
     warps: int | None = None,
     stages: int = STAGES,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """out [B, Hq, q, Dv], mass [B, H, M] or None, and the natural log-sum-exp [B, Hq, q] float32.
+    """out [B, Hq, q, Dv], attention_sum [B, H, M] or None, and the natural log-sum-exp [B, Hq, q] float32.
 
     other_lse [B, Hq, q]: see `foveakv.kernels.attend`. The log-sum-exp of a query that may attend to nothing is -inf.
     `tile` (slots per step, a power of two of at least 16), `split` (slots per program, a multiple of the tile), `warps`

@@ -236,7 +236,10 @@ def attention_sum(
     D: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, HAS_MASK: tl.constexpr, UPCAST: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
-    """Probabilities of a tile of slots, summed over all rows. Grid (R, tiles); writes mass [R, M], 0 beyond a run."""
+    """Probabilities of a tile of slots, summed over all rows.
+
+    Grid (R, tiles). Writes attention_sum [R, M], 0 beyond a run.
+    """
     run = tl.program_id(0)
     slot = tl.program_id(1) * TILE + tl.arange(0, TILE)
     visible = slot < tl.load(length + run).to(tl.int32)

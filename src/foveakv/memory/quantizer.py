@@ -42,8 +42,8 @@ def check_options(kv_dtype: Any, residual_length: Any = 0) -> None:
         or not 0 <= int(residual_length) <= LARGEST
     ):
         raise MethodError(
-            f"residual_length must be a whole number from 0 to {LARGEST} (of the newest tokens that stay exact as well); "
-            f"got {residual_length!r}"
+            f"residual_length must be a whole number from 0 to {LARGEST} (the newest tokens that are also kept in full "
+            f"precision); got {residual_length!r}"
         )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foveakv import kernels
 from foveakv.core.budget import Geometry
 from foveakv.core.prompt import PromptMap
 from foveakv.engines.transformers import compat
@@ -28,7 +29,6 @@ from foveakv.errors import (
     UnsupportedModeError,
     UnsupportedModelError,
 )
-from foveakv.kernels import BACKENDS
 from foveakv.memory import quantizer as codes
 from foveakv.methods import checks
 from foveakv.methods.base import Method
@@ -235,6 +235,8 @@ class CompressedCache(compat.Cache):
             raise CacheInUseError(f"this cache holds {segments.batch} sequences and got {batch}")
         if self.clock is not None:
             self.clock.check_room(new)
+        if prompt is not None and self.static is None:
+            kernels.prepare(prompt.kinds.device, itemsize=itemsize, backend=self.backend)
         self._prefilling = not self.prefilled
         if prompt is not None and self._prefilling:
             self.last_chunk = total is None or self.seen + new >= total
@@ -343,8 +345,8 @@ def check_options(
 ) -> None:
     """Raises `MethodError` for options of a cache that mean nothing, alone or with this method."""
     codes.check_options(kv_dtype, residual_length)
-    if backend != "auto" and (not isinstance(backend, str) or backend not in BACKENDS):
-        raise MethodError(f"no attention backend {backend!r}; choose 'auto' or one of {sorted(BACKENDS)}")
+    if backend != "auto" and (not isinstance(backend, str) or backend not in kernels.BACKENDS):
+        raise MethodError(f"no attention backend {backend!r}; choose 'auto' or one of {sorted(kernels.BACKENDS)}")
     if max_decode_slots is not None:
         checks.whole_number(method.name, "max_decode_slots", max_decode_slots, 1, "decoded tokens that stay per head")
     if max_decode_slots is not None and method.evicts_while_decoding:
