@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from foveakv.core.prompt import IMAGE, TEXT, PromptMap
 from foveakv.engines.transformers.cache import CompressedCache
+from foveakv.engines.transformers.options import CacheOptions
 from foveakv.memory.chunks import ChunkStore
 from foveakv.methods import Method
 
@@ -115,7 +116,7 @@ class Driver:
         question: int | None = None,
     ) -> None:
         self.shape = shape
-        self.cache = CompressedCache(shape.config(layers), method, backend=backend)
+        self.cache = CompressedCache(shape.config(layers), method, CacheOptions(backend=backend))
         self.tokens = tokens
         self.batch, self.question = batch, question
         self.mask = None

@@ -12,6 +12,7 @@ _HOME = {
     "compress": "foveakv.engines.transformers.session",
     "cache_for": "foveakv.engines.transformers.session",
     "Session": "foveakv.engines.transformers.session",
+    "CacheOptions": "foveakv.engines.transformers.options",
     "CompressedCache": "foveakv.engines.transformers.cache",
     "Report": "foveakv.engines.transformers.report",
     "load": "foveakv.models",
@@ -39,6 +40,7 @@ __all__ = [
     "H2O",
     "HAE",
     "AdaKV",
+    "CacheOptions",
     "CompressedCache",
     "FastV",
     "FoveaKVError",
@@ -66,6 +68,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from foveakv.engines.transformers.cache import CompressedCache
+    from foveakv.engines.transformers.options import CacheOptions
     from foveakv.engines.transformers.report import Report
     from foveakv.engines.transformers.session import Session, cache_for, compress
     from foveakv.errors import FoveaKVError

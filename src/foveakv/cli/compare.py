@@ -91,8 +91,8 @@ def compare(
     Example: foveakv compare --sample 8 --methods full,hybridkv,snapkv --budgets 0.1,0.2 --kept-png kept.png
     """
     from foveakv.cli.settings import parse_candidates, split_names
+    from foveakv.engines.transformers.options import CacheOptions
     from foveakv.evaluation.compare import compare as run
-    from foveakv.memory.quantizer import check_options
     from foveakv.models.inputs import build_inputs, read_images
 
     files.check_output_files(json, plot, kept_png)
@@ -103,7 +103,7 @@ def compare(
         raise InputError("--sample is a prompt of the embedded model: leave --image out, and --model too (or say demo)")
     if kept_png is not None and not (image or sample):
         raise InputError("--kept-png needs pictures: give --image or --sample")
-    check_options(kv_dtype, residual_length)
+    CacheOptions(kv_dtype=kv_dtype, residual_length=residual_length)  # raises where the values are invalid
     chosen = parse_candidates(split_names(methods, "methods"), split_names(budgets, "budgets"), set_ or [])
     if sample is not None:
         task = _Task.of_sample(sample, sample_kind, ask_all)

@@ -58,7 +58,7 @@ def generate(
     """
     from foveakv.cli.progress import EchoStreamer, PrefillBar
     from foveakv.cli.settings import build_method
-    from foveakv.engines.transformers.cache import check_options
+    from foveakv.engines.transformers.options import CacheOptions
     from foveakv.engines.transformers.session import compress
     from foveakv.evaluation import environment
     from foveakv.models.inputs import build_inputs, read_images
@@ -66,13 +66,14 @@ def generate(
     # Everything that can be wrong with the command line is found before the model is loaded.
     files.check_output_files(json)
     chosen = build_method(method, budget, set_ or [])
-    check_options(chosen, kv_dtype=kv_dtype, residual_length=residual_length)
+    options = CacheOptions(kv_dtype=kv_dtype, residual_length=residual_length)
+    options.check(chosen)
     pictures = read_images(image or [])
     loaded = common.load_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     inputs = build_inputs(loaded.processor, prompt, pictures, model=loaded.model)
     tokenizer = getattr(loaded.processor, "tokenizer", loaded.processor)
     started = time.perf_counter()
-    with compress(loaded.model, chosen, kv_dtype=kv_dtype, residual_length=residual_length) as session:
+    with compress(loaded.model, chosen, options=options) as session:
         with PrefillBar(loaded.model):
             sequences = loaded.model.generate(
                 **inputs, max_new_tokens=max_new_tokens, do_sample=False, streamer=EchoStreamer(tokenizer)

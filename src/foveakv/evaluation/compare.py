@@ -13,6 +13,7 @@ from torch import Tensor
 from foveakv.core.columns import held_share
 from foveakv.engines.transformers import compat
 from foveakv.engines.transformers.cache import layer_nbytes
+from foveakv.engines.transformers.options import CacheOptions, resolve
 from foveakv.engines.transformers.session import compress
 from foveakv.errors import FoveaKVError, InputError, MethodError
 from foveakv.evaluation import environment
@@ -158,9 +159,7 @@ def compare(
     ignore_eos: bool = False,
     decode: Callable[[Sequence[int]], str] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
-    backend: str = "auto",
-    kv_dtype: str | None = None,
-    residual_length: int = 32,
+    **options: Any,
 ) -> Comparison:
     """Runs one prompt with transformers' own cache and then with every method, greedily.
 
@@ -173,8 +172,7 @@ def compare(
         ignore_eos: generate all `max_new_tokens`, so that every row decodes equally long.
         decode: ids -> text, for the answers.
         progress: called with (label, runs done, runs in all) before every run.
-        backend: decode kernel, see `foveakv.compress`.
-        kv_dtype, residual_length: how all methods store their slots, see `foveakv.compress`.
+        options: fields of `foveakv.CacheOptions`, for the caches of all methods.
 
     A method that fails with one of FoveaKV's errors gets a row with that error; the others run on.
     """
@@ -187,8 +185,8 @@ def compare(
     limits = {"max_new_tokens": max_new_tokens, "do_sample": False, "num_beams": 1}
     if ignore_eos:
         limits["min_new_tokens"] = max_new_tokens
-    options = {"backend": backend, "kv_dtype": kv_dtype, "residual_length": residual_length}
-    run = _Runner(model, inputs, limits, decode or (lambda tokens: ""), options)
+    cache_options = resolve(None, options)
+    run = _Runner(model, inputs, limits, decode or (lambda tokens: ""), cache_options)
     report = progress or (lambda label, done, total: None)
     total = repeats * (len(chosen) + 1)
     report("warm-up", 0, total)
@@ -217,7 +215,7 @@ def compare(
         visual_tokens=0 if prompt is None else int(prompt.visual.sum()),
         environment=environment.describe(model),
         prompt=prompt,
-        kv_dtype=kv_dtype,
+        kv_dtype=cache_options.kv_dtype,
     )
 
 
@@ -251,7 +249,7 @@ class _Runner:
         inputs: Mapping[str, Any],
         limits: dict[str, Any],
         decode: Callable[[Sequence[int]], str],
-        options: dict[str, Any],
+        options: CacheOptions,
     ) -> None:
         self.model, self.inputs, self.limits = model, dict(inputs), limits
         self.decode, self.options = decode, options
@@ -262,7 +260,7 @@ class _Runner:
         """Two tokens on both paths, so that no row pays for first-time work."""
         short = {"max_new_tokens": 2, "do_sample": False, "num_beams": 1}
         self.model.generate(**self.inputs, **short)
-        with compress(self.model, Full(), **self.options):
+        with compress(self.model, Full(), options=self.options):
             self.model.generate(**self.inputs, **short)
 
     def once(self, candidate: Candidate | None) -> Row:
@@ -292,7 +290,7 @@ class _Runner:
         )
 
     def compressed(self, candidate: Candidate) -> Row:
-        with compress(self.model, candidate.method, **self.options) as session:
+        with compress(self.model, candidate.method, options=self.options) as session:
             tokens, clock = self._generate()
             report = session.report
             self.prompt = session.cache.full_prompt.to("cpu")

@@ -1,4 +1,4 @@
-"""Fixed slots (`static=`): the same as slots that grow, and a decode step that compiles whole."""
+"""Preallocated slots (`preallocate=`): the same as slots that grow, and a decode step that compiles as one graph."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ FAMILIES = ["qwen2_5_vl", "llava", "qwen2"]
 ROOM = 8
 
 
-def run(model: Any, method: Any, inputs: dict[str, Any], static: int | None = None, **options: Any) -> matrix.Run:
-    with foveakv.compress(model, method, static=static) as session, recorded(model) as logits:
+def run(model: Any, method: Any, inputs: dict[str, Any], preallocate: int | None = None, **options: Any) -> matrix.Run:
+    with foveakv.compress(model, method, preallocate=preallocate) as session, recorded(model) as logits:
         output = model.generate(**inputs, **{**matrix.GREEDY, **options})
         return matrix.Run(output.sequences, logits, session.cache, session)
 
@@ -67,14 +67,14 @@ def test_the_same_as_growing_slots(family: str, name: str) -> None:
     if family in families.TEXT and name in ("fastv", "random"):
         pytest.skip("drops visual tokens only")
     model, inputs = matrix.model(family), families.batch(family).inputs
-    got = run(model, matrix.method(name), inputs, static=ROOM)
+    got = run(model, matrix.method(name), inputs, preallocate=ROOM)
     check_same(got, run(model, matrix.method(name), inputs))
 
 
 def test_hidden_states_dropped_at_the_prompt() -> None:
     model, inputs = matrix.model("llava"), families.batch("llava").inputs
     method = matrix.method("fastv", drop_hidden_states=True)
-    got = run(model, method, inputs, static=ROOM)
+    got = run(model, method, inputs, preallocate=ROOM)
     check_same(got, run(model, method, inputs))
     assert got.session.report.evicted > 0
 
@@ -83,13 +83,13 @@ def test_hidden_states_dropped_at_the_prompt() -> None:
 def test_beams_are_followed_in_place(name: str) -> None:
     model, inputs = matrix.model("qwen2_5_vl"), families.batch("qwen2_5_vl").inputs
     options = {"num_beams": 3, "num_return_sequences": 2}
-    got = run(model, matrix.method(name), inputs, static=ROOM, **options)
+    got = run(model, matrix.method(name), inputs, preallocate=ROOM, **options)
     check_same(got, run(model, matrix.method(name), inputs, **options))
 
 
 def test_a_prompt_in_chunks() -> None:
     model, inputs = matrix.model("llama"), families.prompt("llama")
-    got = run(model, matrix.method("snapkv"), inputs, static=ROOM, prefill_chunk_size=7)
+    got = run(model, matrix.method("snapkv"), inputs, preallocate=ROOM, prefill_chunk_size=7)
     check_same(got, run(model, matrix.method("snapkv"), inputs, prefill_chunk_size=7))
 
 
@@ -98,8 +98,11 @@ def test_later_turns(family: str) -> None:
     """Several new tokens at once, a new image among them."""
     model = matrix.model(family)
     runs = []
-    for static in (None, 60):
-        with foveakv.compress(model, matrix.method("snapkv"), static=static) as session, recorded(model) as logits:
+    for preallocate in (None, 60):
+        with (
+            foveakv.compress(model, matrix.method("snapkv"), preallocate=preallocate) as session,
+            recorded(model) as logits,
+        ):
             turn = families.first_turn(family, [families.row(family, seed=seed) for seed in (0, 1)])
             past: dict[str, Any] = {}
             for step in range(3):
@@ -116,8 +119,8 @@ def test_padding_in_a_later_turn_is_not_attended_to() -> None:
     padding = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 1, 1, 1], [0, 1, 1, 1, 1]])
     mask = torch.cat([inputs["attention_mask"], padding], 1)
     logits = []
-    for static in (None, ROOM):
-        cache = foveakv.cache_for(model, matrix.method("snapkv"), static=static)
+    for preallocate in (None, ROOM):
+        cache = foveakv.cache_for(model, matrix.method("snapkv"), preallocate=preallocate)
         model(**inputs, past_key_values=cache)
         steps = [model(**more, attention_mask=mask, past_key_values=cache).logits[:, -1]]
         longer = torch.nn.functional.pad(mask, (0, 1), value=1)
@@ -130,7 +133,7 @@ def test_padding_in_a_later_turn_is_not_attended_to() -> None:
 
 def test_copies_and_crops() -> None:
     model, inputs = matrix.model("llava"), families.prompt("llava")
-    cache = foveakv.cache_for(model, matrix.method("snapkv"), static=4)
+    cache = foveakv.cache_for(model, matrix.method("snapkv"), preallocate=4)
     token = model(**inputs, past_key_values=cache).logits[:, -1:].argmax(-1)
     other = copy.deepcopy(cache)
     first = [model(input_ids=token, past_key_values=cache).logits for _ in range(4)]
@@ -147,8 +150,8 @@ def test_another_batch_size_made_under_inference_mode_goes_on_outside() -> None:
     model, inputs = matrix.model("llama"), families.prompt("llama")
     more = torch.full((2, 1), 20)
     logits = []
-    for static in (None, ROOM):
-        cache = foveakv.cache_for(model, matrix.method("snapkv"), static=static)
+    for preallocate in (None, ROOM):
+        cache = foveakv.cache_for(model, matrix.method("snapkv"), preallocate=preallocate)
         with torch.inference_mode():
             model(**inputs, past_key_values=cache)
             cache.batch_repeat_interleave(2)
@@ -158,7 +161,7 @@ def test_another_batch_size_made_under_inference_mode_goes_on_outside() -> None:
 
 def test_bytes_are_those_of_the_storage() -> None:
     model, inputs = matrix.model("qwen2_5_vl"), families.batch("qwen2_5_vl").inputs
-    got = run(model, matrix.method("adakv"), inputs, static=ROOM)
+    got = run(model, matrix.method("adakv"), inputs, preallocate=ROOM)
     matrix.check_storage(got)
     for layer in got.cache.compressed:
         slots = layer.slots.keys.shape[2]
@@ -177,7 +180,7 @@ def test_a_step_is_one_graph_for_all_steps_and_sessions() -> None:
     _dynamo.reset()
     _dynamo.utils.counters.clear()
     for _ in range(2):
-        got = run(model, matrix.method("adakv"), inputs, static=ROOM, **compiled("eager"))
+        got = run(model, matrix.method("adakv"), inputs, preallocate=ROOM, **compiled("eager"))
         check_same(got, want)
     assert not _dynamo.utils.counters["graph_break"]
     assert _dynamo.utils.counters["stats"]["unique_graphs"] == 1
@@ -193,7 +196,7 @@ def test_shortened_sequences_and_chunked_prompts_compile_too() -> None:
         method = matrix.method(name, **options)
         _dynamo.reset()
         _dynamo.utils.counters.clear()
-        got = run(model, method, inputs, static=ROOM, **call, **compiled("eager"))
+        got = run(model, method, inputs, preallocate=ROOM, **call, **compiled("eager"))
         check_same(got, run(model, method, inputs, **call))
         assert _dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
@@ -206,7 +209,7 @@ def test_prompts_of_any_length_share_two_graphs() -> None:
     shapes = set()
     for tokens in (20, 90, 150, 40, 230):
         inputs = families.encode("qwen2", [families.Row((tokens,))])
-        got = run(model, matrix.method("full"), inputs, static=ROOM, **compiled("eager"))
+        got = run(model, matrix.method("full"), inputs, preallocate=ROOM, **compiled("eager"))
         check_same(got, run(model, matrix.method("full"), inputs))
         shapes.add(got.cache.layers[0].slots.keys.shape)
     assert len(shapes) == 4
@@ -217,13 +220,13 @@ def test_prompts_of_any_length_share_two_graphs() -> None:
 def test_generated_code() -> None:
     model, inputs = families.build("qwen2"), families.batch("qwen2").inputs
     _dynamo.reset()
-    got = run(model, matrix.method("adakv"), inputs, static=ROOM, **compiled("inductor"))
+    got = run(model, matrix.method("adakv"), inputs, preallocate=ROOM, **compiled("inductor"))
     check_same(got, run(model, matrix.method("adakv"), inputs))
 
 
 def test_a_compiled_step_by_hand() -> None:
     model, inputs = families.build("qwen2"), families.prompt("qwen2")
-    cache = foveakv.cache_for(model, matrix.method("snapkv"), static=2)
+    cache = foveakv.cache_for(model, matrix.method("snapkv"), preallocate=2)
     token = model(**inputs, past_key_values=cache).logits[:, -1:].argmax(-1)
     same = copy.deepcopy(cache)
     columns = inputs["input_ids"].shape[1]
@@ -234,7 +237,7 @@ def test_a_compiled_step_by_hand() -> None:
         want = model(**arguments, past_key_values=same).logits
         assert largest_difference([got], [want]) < 1e-5
     before = contents(cache)
-    with pytest.raises(errors.UnsupportedModeError, match="static=3"):
+    with pytest.raises(errors.UnsupportedModeError, match="preallocate=3"):
         step(input_ids=token, position_ids=torch.tensor([[columns + 2]]), past_key_values=cache)
     assert all(torch.equal(a, b) for a, b in zip(before, contents(cache), strict=True))
     with pytest.raises(errors.UnsupportedModeError, match="position_ids"):
@@ -246,15 +249,15 @@ def test_a_compiled_step_by_hand() -> None:
 
 def test_no_room_is_an_error_before_anything_is_overwritten() -> None:
     model, inputs = matrix.model("llava"), families.prompt("llava")
-    with foveakv.compress(model, matrix.method("snapkv"), static=3) as session:
-        with pytest.raises(errors.UnsupportedModeError, match="static=4 or more"):
+    with foveakv.compress(model, matrix.method("snapkv"), preallocate=3) as session:
+        with pytest.raises(errors.UnsupportedModeError, match="preallocate=4 or more"):
             model.generate(**inputs, max_new_tokens=5)
-        with pytest.raises(errors.UnsupportedModeError, match="static=4 or more"):
+        with pytest.raises(errors.UnsupportedModeError, match="preallocate=4 or more"):
             model.generate(**inputs, max_length=inputs["input_ids"].shape[1] + 5)
         model.generate(**inputs, max_new_tokens=4, min_new_tokens=4)  # the fourth token is not fed back
         cache, before, seen = session.cache, contents(session.cache), session.cache.seen
         for new in (1, 2):
-            with pytest.raises(errors.UnsupportedModeError, match=r"leaves room for 3 .*Nothing was overwritten"):
+            with pytest.raises(errors.UnsupportedModeError, match=r"has slots for 3 .*Nothing was overwritten"):
                 model(input_ids=torch.full((1, new), 20), past_key_values=cache)
         assert all(torch.equal(a, b) for a, b in zip(before, contents(cache), strict=True))
         assert cache.seen == seen
@@ -264,11 +267,13 @@ def test_no_room_is_an_error_before_anything_is_overwritten() -> None:
 
 def test_a_turn_that_cannot_fit_is_refused_before_it_runs() -> None:
     model, inputs = matrix.model("llama"), families.prompt("llama")
-    cache = foveakv.cache_for(model, matrix.method("snapkv"), static=6)
+    cache = foveakv.cache_for(model, matrix.method("snapkv"), preallocate=6)
     tokens = model.generate(**inputs, max_new_tokens=4, min_new_tokens=4, past_key_values=cache)  # stores three
     turn = torch.nn.functional.pad(tokens, (0, 2), value=20)  # the fourth and two more
     seen = cache.seen
-    with pytest.raises(errors.UnsupportedModeError, match=r"max_new_tokens=2 behind the 6 tokens .*static=7 or more"):
+    with pytest.raises(
+        errors.UnsupportedModeError, match=r"max_new_tokens=2 after the 6 tokens .*preallocate=7 or more"
+    ):
         model.generate(turn, max_new_tokens=2, past_key_values=cache)
     assert cache.seen == seen
     model.generate(turn, max_new_tokens=1, past_key_values=cache)
@@ -286,25 +291,25 @@ def test_a_turn_that_cannot_fit_is_refused_before_it_runs() -> None:
         ("snapkv", {"max_decode_slots": 4}),
         ("snapkv", {"trace": True}),
         ("snapkv", {"backend": "blocks"}),
-        ("snapkv", {"static": 0}),
-        ("snapkv", {"static": "many"}),
-        ("snapkv", {"static": 2.5}),
+        ("snapkv", {"preallocate": 0}),
+        ("snapkv", {"preallocate": "many"}),
+        ("snapkv", {"preallocate": 2.5}),
     ],
 )
 def test_what_does_not_go_together(name: str, options: dict[str, Any]) -> None:
     model = matrix.model("llava")
     for make in (foveakv.compress, foveakv.cache_for):
-        with pytest.raises(errors.MethodError, match="static"):
-            make(model, matrix.method(name), **{"static": ROOM, **options})
+        with pytest.raises(errors.MethodError, match="preallocate"):
+            make(model, matrix.method(name), **{"preallocate": ROOM, **options})
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
 def test_models_with_other_layers_are_refused(family: str) -> None:
     model = matrix.model(family)
     with pytest.raises(errors.UnsupportedModelError, match="plain attention in every layer"):
-        foveakv.cache_for(model, matrix.method("snapkv"), static=ROOM)
+        foveakv.cache_for(model, matrix.method("snapkv"), preallocate=ROOM)
     with (
-        foveakv.compress(model, matrix.method("snapkv"), static=ROOM),
+        foveakv.compress(model, matrix.method("snapkv"), preallocate=ROOM),
         pytest.raises(errors.UnsupportedModelError, match="plain attention in every layer"),
     ):
         model.generate(**families.prompt(family), max_new_tokens=2)
@@ -314,7 +319,7 @@ def test_calls_that_are_refused() -> None:
     model, inputs = matrix.model("llama"), families.prompt("llama")
     columns = inputs["input_ids"].shape[1]
     mask = torch.ones(1, 1, columns, columns, dtype=torch.bool).tril()
-    with foveakv.compress(model, matrix.method("snapkv"), static=ROOM):
+    with foveakv.compress(model, matrix.method("snapkv"), preallocate=ROOM):
         with pytest.raises(errors.UnsupportedModeError, match="2-D"):
             model(input_ids=inputs["input_ids"], attention_mask=mask)
         with pytest.raises(errors.UnsupportedModeError, match="assistant"):
@@ -323,19 +328,19 @@ def test_calls_that_are_refused() -> None:
 
 def test_true_is_a_default_and_false_is_none() -> None:
     model = matrix.model("llava")
-    assert foveakv.cache_for(model, matrix.method("snapkv"), static=True).static == 256
-    assert foveakv.cache_for(model, matrix.method("snapkv"), static=False).static is None
+    assert foveakv.cache_for(model, matrix.method("snapkv"), preallocate=True).preallocated == 256
+    assert foveakv.cache_for(model, matrix.method("snapkv"), preallocate=False).preallocated is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_leaving_restores_the_model(family: str, collected: None) -> None:
     model, inputs = used(family), families.prompt(family)
     want = fingerprint(model)
-    with foveakv.compress(model, matrix.method("snapkv"), static=ROOM):
+    with foveakv.compress(model, matrix.method("snapkv"), preallocate=ROOM):
         model.generate(**inputs, max_new_tokens=3)
         assert "forward" in vars(model)
     assert fingerprint(model) == want
-    cache = foveakv.cache_for(model, matrix.method("snapkv"), static=ROOM)
+    cache = foveakv.cache_for(model, matrix.method("snapkv"), preallocate=ROOM)
     model.generate(**inputs, max_new_tokens=3, past_key_values=cache)
     del cache
     gc.collect()

@@ -21,7 +21,8 @@ from foveakv.core.budget import Geometry
 from foveakv.core.prompt import PromptMap
 from foveakv.engines.transformers import compat
 from foveakv.engines.transformers.layer import CompressedLayer, select_tensors
-from foveakv.engines.transformers.preallocated import Clock, StaticLayer, check_static, fix_slots, room_of
+from foveakv.engines.transformers.options import CacheOptions
+from foveakv.engines.transformers.preallocated import Clock, PreallocatedLayer, preallocate
 from foveakv.errors import (
     CacheInUseError,
     MethodError,
@@ -30,7 +31,6 @@ from foveakv.errors import (
     UnsupportedModelError,
 )
 from foveakv.memory import quantizer as codes
-from foveakv.methods import checks
 from foveakv.methods.base import Method
 
 
@@ -41,44 +41,34 @@ class CompressedCache(compat.Cache):
     `foveakv.cache_for(model, method)`, or let `foveakv.compress` make them.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        method: Method,
-        *,
-        backend: str = "auto",
-        trace: bool = False,
-        max_decode_slots: int | None = None,
-        kv_dtype: str | None = None,
-        residual_length: int = 32,
-        static: int | bool | None = None,
-    ) -> None:
-        check_options(method, backend, max_decode_slots, kv_dtype, residual_length, static, trace)
-        self.static = room_of(static)
+    def __init__(self, config: Any, method: Method, options: CacheOptions | None = None) -> None:
+        options = options or CacheOptions()
+        options.check(method)
+        self.options = options
+        self.preallocated = options.preallocated  # decoded tokens that fit; None: slots are added as needed
+        make = CompressedLayer if self.preallocated is None else PreallocatedLayer
         layers: list[Any] = []
         compressed_idx = 0
         for layer_idx, layer in enumerate(compat.plain_layers(config)):
             if type(layer) is compat.DynamicLayer:
-                layers.append(
-                    (CompressedLayer if self.static is None else StaticLayer)(self, layer_idx, compressed_idx)
-                )
+                layers.append(make(self, layer_idx, compressed_idx))
                 compressed_idx += 1
-            elif self.static is None:
+            elif self.preallocated is None:
                 layers.append(layer)
             else:
                 raise UnsupportedModelError(
-                    f"static= needs plain attention in every layer, and layer {layer_idx} of this model has a "
-                    f"{type(layer).__name__}; leave static out"
+                    f"preallocate= needs plain attention in every layer, and layer {layer_idx} of this model has a "
+                    f"{type(layer).__name__}; remove preallocate"
                 )
         super().__init__(layers=layers)
         self.config = config
         self.method = method
-        self.backend = backend
-        self.max_decode_slots = max_decode_slots
-        self.kv_dtype = kv_dtype
-        self.residual_length = residual_length
-        codes.check_dims(kv_dtype, _head_dim(config), _head_dim(config))
-        self.trace_wanted = trace
+        self.backend = options.backend
+        self.max_decode_slots = options.max_decode_slots
+        self.kv_dtype = options.kv_dtype
+        self.residual_length = options.residual_length
+        codes.check_dims(self.kv_dtype, _head_dim(config), _head_dim(config))
+        self.trace_wanted = options.trace
         self.owner: weakref.ref[Any] | None = None  # the model this cache was made for
         self.hold: Callable[[CompressedCache], None] | None = None  # keeps the model attached for a copy's sake
         self._forget()
@@ -87,7 +77,7 @@ class CompressedCache(compat.Cache):
         self.state: dict[Any, Any] = {}  # the method's, for the whole cache
         self.prompt: PromptMap | None = None
         self.geometry: Geometry | None = None
-        self.clock: Clock | None = None  # with fixed slots, once the prompt is complete
+        self.clock: Clock | None = None  # with preallocated slots, once the prompt is complete
         self.dropped: tuple[Tensor, Tensor] | None = None  # columns that stay in the residual stream: index, valid
         self.trace: list[dict[int, Tensor]] | None = [] if self.trace_wanted else None
         self.model_state: list[Any] = []  # M-RoPE offsets that some models keep on themselves between calls
@@ -106,7 +96,7 @@ class CompressedCache(compat.Cache):
         copied = memo[id(self)] = object.__new__(type(self))
         with torch.inference_mode(False):  # copies made under inference_mode must be usable outside
             for name, value in vars(self).items():
-                shared = name in ("config", "method", "owner", "hold")
+                shared = name in ("config", "method", "owner", "hold", "options")
                 setattr(copied, name, value if shared else copy.deepcopy(value, memo))
         for layer in copied.compressed:
             layer._cache = weakref.ref(copied)
@@ -224,7 +214,7 @@ class CompressedCache(compat.Cache):
 
         `prompt` describes them and is needed until the cache is `prefilled`; `total` is the length of a prefill that
         comes in chunks or together with drafted tokens, None for one that comes whole and alone; `itemsize` is the
-        bytes of one key element; `mask` [B, >= new] is 0 at padding and read with fixed slots only.
+        bytes of one key element; `mask` [B, >= new] is 0 at padding and read with preallocated slots only.
         """
         if self.forward_tokens is not None:
             raise CacheInUseError(
@@ -235,7 +225,7 @@ class CompressedCache(compat.Cache):
             raise CacheInUseError(f"this cache holds {segments.batch} sequences and got {batch}")
         if self.clock is not None:
             self.clock.check_room(new)
-        if prompt is not None and self.static is None:
+        if prompt is not None and self.preallocated is None:
             kernels.prepare(prompt.kinds.device, itemsize=itemsize, backend=self.backend)
         self._prefilling = not self.prefilled
         if prompt is not None and self._prefilling:
@@ -307,8 +297,8 @@ class CompressedCache(compat.Cache):
                 done.counts.add(evicted=done.prompt_slots - done.stored_slots - offloaded)
                 done.store_drafts()
             self.note_peak()
-            if self.static is not None:
-                self.clock = fix_slots(self)
+            if self.preallocated is not None:
+                self.clock = preallocate(self)
 
     def columns(self, compressed_idx: int) -> tuple[PromptMap, Tensor]:
         """The prompt as this layer sees it: [B, C] map and logical positions."""
@@ -332,26 +322,6 @@ class CompressedCache(compat.Cache):
 
 def _head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def check_options(
-    method: Method,
-    backend: str = "auto",
-    max_decode_slots: int | None = None,
-    kv_dtype: str | None = None,
-    residual_length: int = 32,
-    static: int | bool | None = None,
-    trace: bool = False,
-) -> None:
-    """Raises `MethodError` for options of a cache that mean nothing, alone or with this method."""
-    codes.check_options(kv_dtype, residual_length)
-    if backend != "auto" and (not isinstance(backend, str) or backend not in kernels.BACKENDS):
-        raise MethodError(f"no attention backend {backend!r}; choose 'auto' or one of {sorted(kernels.BACKENDS)}")
-    if max_decode_slots is not None:
-        checks.whole_number(method.name, "max_decode_slots", max_decode_slots, 1, "decoded tokens that stay per head")
-    if max_decode_slots is not None and method.evicts_while_decoding:
-        raise MethodError(f"{method.name} bounds what it stores by its budget; leave max_decode_slots out")
-    check_static(method, static, backend, trace, max_decode_slots, kv_dtype)
 
 
 def layer_nbytes(layer: Any) -> int:

@@ -52,7 +52,7 @@ def check_generate(model: Any, method: Method, kwargs: dict[str, Any], max_decod
     if implementation not in (None, "dynamic", "dynamic_full", "hybrid"):
         raise UnsupportedModeError(
             f"{method.name} brings its own cache and cannot use cache_implementation={implementation!r}; remove it "
-            "(for compiled steps there is foveakv.compress(..., static=...))"
+            "(for compiled steps there is foveakv.compress(..., preallocate=...))"
         )
     if _setting(model, kwargs, "prefill_chunk_size") and (lost := compat.lost_in_chunks(kwargs)):
         raise UnsupportedModeError(
@@ -81,14 +81,17 @@ def check_generate(model: Any, method: Method, kwargs: dict[str, Any], max_decod
         )
 
 
-def check_fixed(model: Any, method: Method, kwargs: dict[str, Any], room: int, stored: int = 0, seen: int = 0) -> None:
-    """Raises `UnsupportedModeError` for calls that do not go with fixed slots (`static=room`).
+def check_preallocated(
+    model: Any, method: Method, kwargs: dict[str, Any], room: int, stored: int = 0, seen: int = 0
+) -> None:
+    """Raises `UnsupportedModeError` for calls that cannot run with preallocated slots (`preallocate=room`).
 
-    stored, seen: tokens behind the prompt and in all that a cache from an earlier turn holds; 0 without one.
+    stored, seen: tokens after the prompt and tokens in total that a cache from an earlier turn holds; 0 without one.
     """
     if _assisted(model, kwargs):
         raise UnsupportedModeError(
-            f"{method.name}: with static= a step takes one token; leave static out, or generate without an assistant"
+            f"{method.name}: with preallocate= a step takes one token; remove preallocate, or generate without an "
+            "assistant"
         )
     wanted = _setting(model, kwargs, "max_new_tokens")
     context = _context(kwargs)
@@ -100,9 +103,10 @@ def check_fixed(model: Any, method: Method, kwargs: dict[str, Any], room: int, s
         stored += max(0, (context or 0) - seen)
     needed = stored + wanted - 1  # the last token is not fed back
     if needed > room:
-        turn = f" behind the {stored} tokens of earlier turns and this one" if stored else ""
+        turn = f" after the {stored} tokens of earlier turns and this one" if stored else ""
         raise UnsupportedModeError(
-            f"{method.name}: max_new_tokens={wanted}{turn} does not fit static={room}; use static={needed} or more"
+            f"{method.name}: max_new_tokens={wanted}{turn} does not fit preallocate={room}; use "
+            f"preallocate={needed} or more"
         )
 
 

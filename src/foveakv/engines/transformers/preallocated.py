@@ -1,12 +1,12 @@
-"""Layers whose slots have fixed places after the prompt, so that a decode step can be compiled.
+"""Preallocated slots: keys and values never move after the prompt, so that a decode step can be compiled.
 
-`compress(model, method, static=512)` stores what the method keeps of a prompt as padded tensors [B, H, M, D], with room
-for 512 more tokens behind the longest run. A step writes at the next free slot of every run and attends to all M slots
-under a mask: no shape depends on data and nothing is read back from the device, as torch.compile and CUDA graphs want
-it. `generate` then compiles the step by itself (see `session.py` for how, and where the room is checked).
+`compress(model, method, preallocate=512)` stores what the method keeps of a prompt as padded tensors [B, H, M, D], with
+512 free slots after the longest run. A step writes to the next free slot of every run and attends to all M slots under
+a mask: no shape depends on data and nothing is copied from the device to the host, as torch.compile and CUDA graphs
+require. `generate` then compiles the step without further settings (see `compiled.py`).
 
-A compiled step reads tensors only. What the host counts (tokens seen, slots stored, room left) is kept beside them and
-moves on around the forward pass, outside the graph.
+A compiled step reads tensors only. What is counted on the host (tokens seen, slots stored, slots free) is updated
+around the forward pass, outside the graph.
 """
 
 from __future__ import annotations
@@ -22,64 +22,30 @@ from transformers.masking_utils import causal_mask_function
 from foveakv.engines.transformers.handle import KVHandle
 from foveakv.engines.transformers.layer import CompressedLayer
 from foveakv.engines.transformers.masks import LazyMask, Mask, SubsetMask
-from foveakv.errors import CacheInUseError, MethodError, UnsupportedModeError
+from foveakv.errors import CacheInUseError, UnsupportedModeError
 from foveakv.memory.segments import Segments
-from foveakv.methods import checks
 
 if TYPE_CHECKING:
     from foveakv.engines.transformers.cache import CompressedCache
-    from foveakv.methods.base import Method
 
-DEFAULT_ROOM = 256
 # M is rounded up to a multiple of this: prompts of similar lengths share a compiled step, and rows are aligned.
 GRAIN = 64
 
 
-def room_of(static: int | bool | None) -> int | None:
-    """The option as a number of tokens; None = slots grow as usual."""
-    if static is None or static is False:
-        return None
-    return DEFAULT_ROOM if static is True else static
-
-
-def check_static(
-    method: Method,
-    static: int | bool | None,
-    backend: str,
-    trace: bool,
-    max_decode_slots: int | None,
-    kv_dtype: str | None,
-) -> None:
-    """Raises `MethodError` where fixed slots cannot do what a method or another option asks for."""
-    if not isinstance(static, bool) and static is not None:
-        checks.whole_number(method.name, "static", static, 1, "decoded tokens that fit; True for the default")
-    if room_of(static) is None:
-        return
-    if method.evicts_while_decoding or method.retrieves or method.needs_attention_sum:
-        raise MethodError(
-            f"{method.name} changes what is attended to while decoding, and with static= every slot keeps its place; "
-            "leave static out, or use a method that acts at the prompt only (snapkv, adakv, fastv, random, full)"
-        )
-    refused = {
-        "kv_dtype": kv_dtype is not None,
-        "max_decode_slots": max_decode_slots is not None,
-        "trace": trace,
-        "backend": backend != "auto",
-    }
-    for option, given in refused.items():
-        if given:
-            raise MethodError(f"{method.name}: static and {option} do not go together; leave one of them out")
-
-
 class Clock:
-    """What changes from step to step and is the same for all layers; its tensors stay where they are.
+    """What changes from step to step and is the same for all layers; its tensors keep their addresses.
 
-    seen: int64 [], tokens of the context before this step. real: bool [B, q], False where a new token is padding.
+    Attributes:
+        room: the number of tokens that fit after the prompt.
+        appended: the number of tokens stored after the prompt, counted on the host.
+        running: whether a forward pass is in progress that has been checked against `room`.
+        seen: int64 [], tokens of the context before this step.
+        real: bool [B, q], False where a new token is padding.
     """
 
     def __init__(self, seen: int, batch: int, room: int, device: torch.device) -> None:
         self.room = room
-        self.appended = 0  # tokens behind the prompt, on the host
+        self.appended = 0
         self.running = False
         with torch.inference_mode(False):
             self.seen = at_fixed_address(torch.full((), seen, dtype=torch.int64, device=device))
@@ -90,9 +56,9 @@ class Clock:
         """Raises before a pass over `new` tokens for which there are not enough free slots; changes nothing."""
         if self.appended + new > self.room:
             raise UnsupportedModeError(
-                f"static={self.room} leaves room for {self.room} tokens behind the prompt; {self.appended} are stored "
-                f"and {new} more do not fit. Nothing was overwritten. Start again with static={self.appended + new} or "
-                "more"
+                f"preallocate={self.room} has slots for {self.room} tokens after the prompt; {self.appended} are "
+                f"stored and {new} more do not fit. Nothing was overwritten. Start again with "
+                f"preallocate={self.appended + new} or more"
             )
 
     def begin(self, new: int, mask: Tensor | None) -> None:
@@ -110,25 +76,25 @@ class Clock:
         self.running = True
 
     def end(self, new: int) -> None:
-        """After a pass over `new` tokens, or (negative) when the newest were taken back."""
+        """After a pass over `new` tokens, or (negative) when the newest were cropped."""
         self.seen.add_(new)
         self.appended += new
         self.running = False
 
     def select_sequences(self, batch: int) -> None:
-        """The batch has another size now."""
+        """Follows a change of the batch size."""
         if batch != len(self._single):
             with torch.inference_mode(False):
                 self._single = at_fixed_address(self._single.new_ones(batch, 1))
         self.real = self._single
 
 
-class FixedSlots:
-    """One layer's slots at fixed places: [B, H, M, ...], of which every run fills the first ones.
+class PreallocatedSlots:
+    """One layer's slots in tensors of fixed size [B, H, M, ...]; every run fills the first ones.
 
     keys [B, H, M, D]; values [B, H, M, Dv]; positions int32 [B, H, M], -1 in slots that are free and in those of
-    padding; base int64 [B, H, 1]: the next token's slot is base + tokens seen. It offers what `Segments` offers to
-    those who only look (report, `kept`), and follows reorderings and crops.
+    padding; base int64 [B, H, 1]: the next token's slot is base + tokens seen. It has the read-only interface of
+    `Segments` (for the report and `kept`), and follows reordering and cropping.
     """
 
     saved_nbytes = 0
@@ -145,10 +111,10 @@ class FixedSlots:
             self.positions_ = at_fixed_address(_padded(segments.positions().to(torch.int32), slots, -1))
             self.base = at_fixed_address((self._lengths - seen)[..., None].to(keys.device))
 
-    # ---- what a step does; compiled, so tensors only
+    # ---- called inside a compiled step: tensors only
 
     def append(self, keys: Tensor, values: Tensor) -> None:
-        """Writes keys [B, H, q, D] and values [B, H, q, Dv] behind what is stored; there must be room."""
+        """Writes keys [B, H, q, D] and values [B, H, q, Dv] to the next free slots; they must fit."""
         new = torch.arange(keys.shape[2], device=keys.device) + self.clock.seen.to(keys.device)
         slot = self.base + new  # [B, H, q]
         position = torch.where(self.clock.real.to(keys.device), new, -1).to(torch.int32)
@@ -171,19 +137,20 @@ class FixedSlots:
         output = F.scaled_dot_product_attention(rows_of_group, self.keys, self.values, attn_mask=allowed, scale=scaling)
         return output.reshape(batch, query_heads, new, -1).transpose(1, 2).contiguous()
 
-    # ---- what others ask
+    # ---- called outside of steps
 
     @property
     def batch(self) -> int:
+        """The number of sequences."""
         return self.keys.shape[0]
 
     @property
     def total(self) -> int:
-        """Stored slots of all runs, those of padding behind the prompt included."""
+        """Stored slots of all runs, padding after the prompt included."""
         return int(self._lengths.sum()) + self.clock.appended * self._lengths.numel()
 
     def positions(self) -> Tensor:
-        """[B, H, m] int64 logical positions of the slots in use, -1 where there is none."""
+        """int64 [B, H, m], logical positions of the slots in use, -1 where a slot is empty."""
         longest = int(self._lengths.max()) + self.clock.appended
         return self.positions_[:, :, :longest].to(torch.int64)
 
@@ -194,10 +161,11 @@ class FixedSlots:
 
     @property
     def side_nbytes(self) -> int:
+        """Bytes of positions and slot indices."""
         return self.positions_.untyped_storage().nbytes() + self.base.untyped_storage().nbytes()
 
     def select_sequences(self, index: Tensor) -> None:
-        """Sequence b becomes what sequence index[b] was; in place where the batch keeps its size."""
+        """Sequence b becomes a copy of sequence index[b]; in place where the batch size stays the same."""
         self._lengths = self._lengths.index_select(0, index.cpu())
         index = index.to(self.keys.device)
         for name in ("keys", "values", "positions_", "base"):
@@ -214,31 +182,32 @@ class FixedSlots:
         self.positions_.masked_fill_(self.positions_ >= length, -1)
 
 
-class StaticLayer(CompressedLayer):
-    """A compressed layer that moves into fixed slots once the prompt is complete."""
+class PreallocatedLayer(CompressedLayer):
+    """A compressed layer that moves to preallocated slots once the prompt is complete."""
 
     is_compileable = True
 
     @property
-    def slots(self) -> FixedSlots:
-        return cast(FixedSlots, self.segments)
+    def slots(self) -> PreallocatedSlots:
+        """The layer's slots; only after the prompt is complete."""
+        return cast(PreallocatedSlots, self.segments)
 
-    def fix(self, clock: Clock) -> None:
-        """The prompt is compressed: from here on slots keep their places."""
+    def move(self, clock: Clock) -> None:
+        """Moves the compressed prompt from `Segments` to preallocated slots."""
         if self.segments is None:
             raise CacheInUseError("this layer has no prompt yet")
-        # It stands in for the segments wherever they are only looked at.
+        # `PreallocatedSlots` has the part of the interface of `Segments` that only reads.
         before = self.segments
-        self.segments = cast(Segments, FixedSlots(before, clock, self.seen))
-        self.cache.note_peak(before.nbytes + before.side_nbytes)  # both were there for a moment
+        self.segments = cast(Segments, PreallocatedSlots(before, clock, self.seen))
+        self.cache.note_peak(before.nbytes + before.side_nbytes)  # both were allocated for a moment
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[KVHandle, KVHandle]:
         if self.segments is None:
             return super().update(key_states, value_states, *args, **kwargs)
         if not self.slots.clock.running:
             raise CacheInUseError(
-                "a compressed cache with static= was used outside its model's forward pass, where its room is checked: "
-                "call the model itself, or model.get_compiled_call(config), and not a compiled model.forward"
+                "a compressed cache with preallocate= was used outside its model's forward pass, where free slots are "
+                "checked: call the model itself, or model.get_compiled_call(config), and not a compiled model.forward"
             )
         self.slots.append(key_states.detach(), value_states.detach())
         handle = KVHandle(self)
@@ -265,42 +234,42 @@ class StaticLayer(CompressedLayer):
         return self.slots.attend(query, scaling)
 
 
-def fix_slots(cache: CompressedCache) -> Clock:
-    """Moves all layers of a cache whose prompt is complete into fixed slots, one after the other."""
-    layers = [layer for layer in cache.compressed if isinstance(layer, StaticLayer)]
+def preallocate(cache: CompressedCache) -> Clock:
+    """Moves all layers of a cache whose prompt is complete to preallocated slots, one after the other."""
+    layers = [layer for layer in cache.compressed if isinstance(layer, PreallocatedLayer)]
     first = layers[0].segments
     if first is None:
         raise CacheInUseError("this cache has not seen a prompt yet")
-    clock = Clock(cache.seen, first.batch, cache.static or 0, first.device)
+    clock = Clock(cache.seen, first.batch, cache.preallocated or 0, first.device)
     for layer in layers:
-        layer.fix(clock)
+        layer.move(clock)
     return clock
 
 
 def check_causal(cache: CompressedCache, mask: Mask | None) -> None:
-    """Raises where a mask says more than causal order and padding."""
+    """Raises `UnsupportedModeError` where a mask is more than causal order and padding."""
     whole = mask.whole if isinstance(mask, SubsetMask) else mask
     if whole is None or (isinstance(whole, LazyMask) and whole.arguments["mask_function"] is causal_mask_function):
         return
     raise UnsupportedModeError(
-        f"{cache.method.name} with static= attends in causal order only, and this model or call masks attention in "
-        "another way (a window, image blocks, a mask of four dimensions); leave static out"
+        f"{cache.method.name} with preallocate= attends in causal order only, and this model or call masks "
+        "attention in another way (a window, image blocks, a 4-D mask); remove preallocate"
     )
 
 
 def padding_mask(mask: Any) -> Tensor | None:
-    """The 2-D mask [B, seen + q] in what a model's forward got; `generate` wraps it for caches of fixed size."""
+    """The 2-D mask [B, seen + q] of a forward pass; `generate` wraps it for caches of fixed size."""
     if isinstance(mask, dict):
         mask = next(iter(mask.values()), None)
     if isinstance(mask, LazyMask):
         mask = mask.padding
     if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
         return mask
-    raise UnsupportedModeError("with static= an attention mask must be 2-D (1 = token, 0 = padding) or left out")
+    raise UnsupportedModeError("with preallocate= an attention mask must be 2-D (1 = token, 0 = padding) or omitted")
 
 
 def compile_settings(model: Any, given: Any) -> Any:
-    """transformers' `CompileConfig` for a model: the one given to `generate`, or its default."""
+    """transformers' `CompileConfig` for a model: the one given to `generate`, or the model's default."""
     if given is not None:
         return given
     default = getattr(model, "_default_compile_config", CompileConfig)
@@ -308,14 +277,14 @@ def compile_settings(model: Any, given: Any) -> Any:
 
 
 def at_fixed_address(tensor: Tensor) -> Tensor:
-    """Tells CUDA graphs that the tensor is written in place and never moves."""
+    """Marks a tensor for CUDA graphs: it is written in place and never moves."""
     if not torch.compiler.is_compiling():
         torch._dynamo.mark_static_address(tensor)
     return tensor
 
 
 def _padded(tensor: Tensor, slots: int, beyond: int) -> Tensor:
-    """[B, H, m, ...] -> a new [B, H, slots, ...], filled up with `beyond`."""
+    """[B, H, m, ...] -> a new [B, H, slots, ...], padded with `beyond`."""
     wider = tensor.new_full((*tensor.shape[:2], slots, *tensor.shape[3:]), beyond)
     wider[:, :, : tensor.shape[2]] = tensor
     return wider

@@ -1,10 +1,9 @@
-"""`compress(model, method)` and `cache_for(model, method)`: attaching a method to a model, and letting go of it.
+"""`compress(model, method)` and `cache_for(model, method)`: attach a method to a model and detach it again.
 
-What is changed on a model while it is attached, all of it on the object and all of it taken back: the attention
-implementation of its text decoder, two forward hooks, and an instance attribute `generate` that wraps the class's
-(it checks the generation mode, and keeps apart the M-RoPE state that some models store on themselves). With `static=`
-also `forward` and `get_compiled_call`: the hooks, which check and count on the host, run as ever, and only what is
-inside them is compiled.
+While attached, only the model instance is modified, and detaching restores it: the attention implementation of its text
+decoder, two forward hooks, and an instance attribute `generate` that wraps the class's (it checks the generation mode,
+and separates the M-RoPE state that some models store on themselves). With `preallocate=` also `forward` and
+`get_compiled_call`: the hooks, which check and count on the host, run outside the compiled code.
 """
 
 from __future__ import annotations
@@ -24,10 +23,16 @@ from torch import Tensor, nn
 from foveakv.core.prompt import PromptMap
 from foveakv.engines.transformers import attention, compat, families
 from foveakv.engines.transformers import token_pruning as hidden
-from foveakv.engines.transformers.cache import CompressedCache, check_options
-from foveakv.engines.transformers.generation_modes import call_arguments, check_fixed, check_generate, prefill_total
+from foveakv.engines.transformers.cache import CompressedCache
+from foveakv.engines.transformers.generation_modes import (
+    call_arguments,
+    check_generate,
+    check_preallocated,
+    prefill_total,
+)
 from foveakv.engines.transformers.masks import LazyMask
-from foveakv.engines.transformers.preallocated import compile_settings, padding_mask, room_of
+from foveakv.engines.transformers.options import CacheOptions, resolve
+from foveakv.engines.transformers.preallocated import compile_settings, padding_mask
 from foveakv.errors import CacheInUseError, MethodError, UnsupportedModeError, UnsupportedModelError
 from foveakv.methods import Method
 
@@ -93,7 +98,7 @@ class Attachment:
         return None if torch.compiler.is_compiling() else getattr(self._local, "cache", None)
 
     def use_compiled_steps(self) -> None:
-        """Lets `get_compiled_call` (what `generate` asks for) compile the steps of caches with fixed slots."""
+        """Lets `get_compiled_call` (what `generate` asks for) compile the steps of caches with preallocated slots."""
         model = self.model()
         if model is None or self._own_steps is not None:
             return
@@ -115,7 +120,7 @@ class Attachment:
                 if model is None:
                     raise CacheInUseError("the model is gone")
                 cache = next((kwargs[name] for name in compat.CACHE_NAMES if kwargs.get(name) is not None), None)
-                if not isinstance(cache, CompressedCache) or cache.static is None:
+                if not isinstance(cache, CompressedCache) or cache.preallocated is None:
                     theirs = own_compiled or functools.partial(type(model).get_compiled_call, model)
                     return theirs(compile_config)(*args, **kwargs)
                 ids = kwargs.get("input_ids")
@@ -210,13 +215,13 @@ class Attachment:
                 return original(*args, **kwargs)
             if cache is not None and user is not cache:
                 user.replace(cache, named, inside=False)  # says what to do instead
-            method = user.method
-            check_generate(model, method, named, user.max_decode_slots)
-            if user.static is not None:
+            method, options = user.method, user.options
+            check_generate(model, method, named, options.max_decode_slots)
+            if options.preallocated is not None:
                 held = 0, 0
                 if isinstance(cache, CompressedCache) and cache.clock is not None:
                     held = cache.clock.appended, cache.seen
-                check_fixed(model, method, named, user.static, *held)
+                check_preallocated(model, method, named, options.preallocated, *held)
                 if cache is None and isinstance(user, Session):
                     # Before the prefill, because that is when `generate` decides whether to compile.
                     cache = kwargs[self.cache_name] = user.replace(None, named, inside=True)
@@ -262,7 +267,7 @@ class Attachment:
         if kwargs.get("output_attentions"):
             raise UnsupportedModeError("output_attentions=True: stored slots are attended to without forming weights")
         kwargs[self.cache_name] = cache
-        if cache.static is not None and kwargs.get("attention_mask") is not None:
+        if cache.preallocated is not None and kwargs.get("attention_mask") is not None:
             kwargs["attention_mask"] = padding_mask(kwargs["attention_mask"])
         compiled = getattr(self._local, "compiled", None) is not None
         if compiled and kwargs.get("position_ids") is None:
@@ -292,7 +297,7 @@ class Attachment:
                 _last(kwargs.get("mm_token_type_ids"), new, total),
                 _last(kwargs.get("token_type_ids"), new),
             )
-        mask = kwargs.get("attention_mask") if cache.static is not None else None
+        mask = kwargs.get("attention_mask") if cache.preallocated is not None else None
         cache.begin_forward(new, prompt, total, model.dtype.itemsize, batch=len(ids), mask=mask)
         local.cache = cache
 
@@ -334,8 +339,8 @@ def _attachment(model: compat.PreTrainedModel) -> Attachment:
         return _attachments[model]
 
 
-def _new_cache(model: compat.PreTrainedModel, method: Method, **options: Any) -> CompressedCache:
-    cache = CompressedCache(compat.text_config_of(model), method, **options)
+def _new_cache(model: compat.PreTrainedModel, method: Method, options: CacheOptions) -> CompressedCache:
+    cache = CompressedCache(compat.text_config_of(model), method, options)
     if not cache.compressed:
         raise UnsupportedModelError(f"{type(model).__name__} has no plain attention layer to compress")
     cache.owner = weakref.ref(model)
@@ -343,30 +348,26 @@ def _new_cache(model: compat.PreTrainedModel, method: Method, **options: Any) ->
 
 
 def cache_for(
-    model: compat.PreTrainedModel,
-    method: Method,
-    *,
-    backend: str = "auto",
-    trace: bool = False,
-    max_decode_slots: int | None = None,
-    kv_dtype: str | None = None,
-    residual_length: int = 32,
-    static: int | bool | None = None,
+    model: compat.PreTrainedModel, method: Method, *, options: CacheOptions | None = None, **given: Any
 ) -> CompressedCache:
-    """A compressed cache to pass as `past_key_values` (`cache` since transformers 5.24), for code that keeps its own.
+    """Make a compressed cache to pass as `past_key_values` (`cache` since transformers 5.24).
 
-    The model stays attached until the cache is garbage-collected; other caches go through it unchanged. Options as in
-    `compress`.
+    The model stays attached until the cache is garbage-collected; other caches pass through it unchanged.
+
+    Args:
+        model: a transformers model with a text decoder.
+        method: e.g. `HAE()`.
+        options: the cache's options; or give the fields of `CacheOptions` as keyword arguments.
 
     Raises:
+        MethodError: an option that is unknown, invalid, or not supported by this method or model.
         UnsupportedModelError: the model's attention cannot be compressed correctly.
     """
     _check_method(method)
+    options = resolve(options, given)
+    options.check(method)
     attached = _attachment(model)
-    cache = _new_cache(
-        model, method, backend=backend, trace=trace, max_decode_slots=max_decode_slots,
-        kv_dtype=kv_dtype, residual_length=residual_length, static=static,
-    )  # fmt: skip
+    cache = _new_cache(model, method, options)
     if method.drop_hidden_after is not None:
         hidden.check_supported(model)
 
@@ -378,47 +379,28 @@ def cache_for(
     hold(cache)
     if method.drop_hidden_after is not None:
         attached.use_hidden_hooks()
-    if cache.static is not None:
+    if cache.preallocated is not None:
         attached.use_compiled_steps()
     return cache
 
 
 def compress(
-    model: compat.PreTrainedModel,
-    method: Method,
-    *,
-    backend: str = "auto",
-    trace: bool = False,
-    max_decode_slots: int | None = None,
-    kv_dtype: str | None = None,
-    residual_length: int = 32,
-    static: int | bool | None = None,
+    model: compat.PreTrainedModel, method: Method, *, options: CacheOptions | None = None, **given: Any
 ) -> Session:
-    """Compresses every cache that `model` makes inside the `with` block.
+    """Compress every cache that `model` makes inside the `with` block.
 
     Args:
         model: a transformers model with a text decoder, see `foveakv models` for tested families.
         method: e.g. `HAE()`, `HybridKV(budget=0.1)`, or `foveakv.methods.get("snapkv", budget=0.2)`.
-        backend: decode attention kernel, "auto" or a key of `foveakv.kernels.BACKENDS`.
-        trace: record the positions that every step attends to (`session.trace`).
-        max_decode_slots: for methods that do not evict while decoding, the most decoded tokens that stay per head; the
-            oldest go first; drafted tokens (an assistant) are refused then. None lets them grow, as in a plain cache.
-        kv_dtype: "int8" or "int4" stores slots as codes, in about a quarter or an eighth of float32's bytes (see
-            docs/quantization.md); None as the model computes them.
-        residual_length: with a kv_dtype, the newest tokens per head of which exact copies are kept and used.
-        static: for methods that act at the prompt only, room for so many tokens behind it (True: 256), so that slots
-            keep their places and `generate` compiles the decode step on CUDA (see docs/static.md). Memory for them is
-            taken at once; a token that does not fit raises `UnsupportedModeError`. None lets slots grow.
+        options: the caches' options; or give the fields of `CacheOptions` as keyword arguments, e.g. `trace=True` or
+            `kv_dtype="int8"`.
 
     Raises:
-        MethodError: an option that means nothing, or nothing with this method or model.
+        MethodError: an option that is unknown, invalid, or not supported by this method or model.
         CacheInUseError: on entering, when the same method object is active on another model.
-        UnsupportedModelError: the model's attention cannot be compressed correctly.
+        UnsupportedModelError: on entering, when the model's attention cannot be compressed correctly.
     """
-    return Session(
-        model, method, backend=backend, trace=trace, max_decode_slots=max_decode_slots,
-        kv_dtype=kv_dtype, residual_length=residual_length, static=static,
-    )  # fmt: skip
+    return Session(model, method, resolve(options, given))
 
 
 def _check_method(method: Any) -> None:
@@ -429,14 +411,12 @@ def _check_method(method: Any) -> None:
 class Session:
     """A `with` block in which a model's caches are compressed. `cache` is that of the latest prompt."""
 
-    def __init__(self, model: compat.PreTrainedModel, method: Method, **options: Any) -> None:
+    def __init__(self, model: compat.PreTrainedModel, method: Method, options: CacheOptions) -> None:
         _check_method(method)
         self.model = model
         self.method = method
-        check_options(method, **options)
-        self._options = options
-        self.static = room_of(options.get("static"))  # tokens that fit behind a prompt; None = slots grow
-        self.max_decode_slots: int | None = options.get("max_decode_slots")
+        options.check(method)
+        self.options = options
         self._cache: CompressedCache | None = None
         self._attached: Attachment | None = None
         self.thread = 0  # the thread that opened it
@@ -453,7 +433,7 @@ class Session:
         attached.acquire()
         if self.method.drop_hidden_after is not None:
             attached.use_hidden_hooks()
-        if self.static is not None:
+        if self.options.preallocated is not None:
             attached.use_compiled_steps()
         self.thread = threading.get_ident()
         attached.sessions.append(self)
@@ -479,7 +459,7 @@ class Session:
                 f"{self.method.name} cannot take over a {type(cache).__name__} of yours; "
                 "leave past_key_values out, or pass a cache from this session"
             )
-        made = self._cache = _new_cache(self.model, self.method, **self._options)
+        made = self._cache = _new_cache(self.model, self.method, self.options)
         return made
 
     @contextmanager

@@ -8,19 +8,16 @@ from typing import Any
 
 from foveakv.cli.settings import option_types, parse_value
 from foveakv.core.budget import parse_budget
-from foveakv.engines.transformers.cache import check_options
+from foveakv.engines.transformers.options import CacheOptions, field_types
 from foveakv.errors import MethodError
 from foveakv.methods import Method, available, find, get, near
 
 PLAIN = "none"
 """The method name that leaves the model as it is."""
 
+# A trace is of no use here, and a number of slots must not be read as true or false.
 _COMPRESS: dict[str, Any] = {
-    "backend": str,
-    "residual_length": int,
-    "kv_dtype": str | None,
-    "max_decode_slots": int | None,
-    "static": int | None,
+    name: int | None if name == "preallocate" else kind for name, kind in field_types().items() if name != "trace"
 }
 
 
@@ -73,7 +70,7 @@ def parse(method: Any, budget: Any, settings: Mapping[str, Any], named: list[str
             raise MethodError(f"method={PLAIN} is the plain model and takes no {', '.join(given)}")
         return Arguments(None, processor=processor)
     built = _build(name, options)
-    check_options(built, **compress)
+    CacheOptions(**compress).check(built)
     return Arguments(built, compress, processor)
 
 

@@ -44,7 +44,8 @@ class FoveaKV(Huggingface):
         system_prompt: a text, or a file with it.
         max_num_frames: the most frames taken of a video, evenly spaced.
         report: file for the figures of every batch; with several processes `.rankN` goes before the suffix.
-        settings: `method.<option>`, `processor.<option>`, kv_dtype, residual_length, max_decode_slots, backend, static.
+        settings: `method.<option>`, `processor.<option>`, kv_dtype, residual_length, max_decode_slots, backend,
+            preallocate.
 
     Raises:
         MethodError, BudgetError: an argument that means nothing; raised before the model is loaded.
