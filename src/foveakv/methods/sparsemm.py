@@ -41,7 +41,7 @@ class SparseMM(SnapKV):
 
     Args:
         head_scores: a file of `foveakv.analysis.head_scores.save_head_scores` (.json or .safetensors), or the numbers
-            themselves, [layers][KV heads]: one row for every layer of the decoder, none of them negative.
+            themselves, `[layers, KV heads]`: one row for every layer of the decoder, none of them negative.
         ratio: of the slots beyond the window, the part that all heads share equally.
     """
 
