@@ -16,6 +16,8 @@ _HOME = {
     "CompressedCache": "foveakv.engines.transformers.cache",
     "Report": "foveakv.engines.transformers.report",
     "load": "foveakv.models",
+    "build_inputs": "foveakv.models.inputs",
+    "sample_prompt": "foveakv.models.embedded",
     "Method": "foveakv.methods",
     "Full": "foveakv.methods.full",
     "Random": "foveakv.methods.random",
@@ -61,9 +63,11 @@ __all__ = [
     "Streaming",
     "VLCache",
     "__version__",
+    "build_inputs",
     "cache_for",
     "compress",
     "load",
+    "sample_prompt",
 ]
 
 if TYPE_CHECKING:
@@ -90,6 +94,8 @@ if TYPE_CHECKING:
     from foveakv.methods.sparsemm import SparseMM
     from foveakv.methods.streaming import Streaming
     from foveakv.methods.vlcache import VLCache
+    from foveakv.models.embedded import sample_prompt
+    from foveakv.models.inputs import build_inputs
     from foveakv.models.loading import load
 
 
