@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from foveakv.errors import InputError
-from foveakv.evaluation import stratified as strata
+from foveakv.evaluation import stratified
 from foveakv.evaluation.bootstrap import Interval, interval, paired
 
 
@@ -72,7 +72,7 @@ def test_pairs_are_matched_by_key() -> None:
 
 def test_relative() -> None:
     def relative(a: dict[int, float], b: dict[int, float]) -> Interval:
-        return strata.mean([strata.common([a, b])], strata.relative)
+        return stratified.mean([stratified.common([a, b])], stratified.relative)
 
     items = {number: 1.0 + number % 3 for number in range(60)}
     less = {number: 0.9 * value for number, value in items.items()}

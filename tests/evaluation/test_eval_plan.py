@@ -36,7 +36,7 @@ def test_items_are_outermost_and_what_is_done_is_left_out() -> None:
 
 def test_settings_that_cannot_be_written_down_are_refused() -> None:
     method = methods.get("sparsemm", head_scores=[[1.0, 0.0]])
-    with pytest.raises(InputError, match="head_scores is of type list"):
+    with pytest.raises(InputError, match="head_scores is a list"):
         Entry.of(Candidate("sparsemm", method))
 
 
@@ -76,8 +76,8 @@ def test_what_makes_no_plan() -> None:
     for change, words in (
         ({"items": 0}, "at least one item"),
         ({"tasks": ()}, "at least one task"),
-        ({"tasks": ("fake-a", "fake-a")}, "'fake-a' is there twice"),
-        ({"entries": plan.entries + plan.entries[:1]}, "'full' is there twice"),
+        ({"tasks": ("fake-a", "fake-a")}, "duplicate task 'fake-a'"),
+        ({"entries": plan.entries + plan.entries[:1]}, "duplicate label 'full'"),
     ):
         with pytest.raises(InputError, match=words):
             replace(plan, **change)
@@ -91,8 +91,8 @@ def test_conflicts_name_what_differs() -> None:
     assert more.conflicts(plan) == []
     assert plan.conflicts(more) == [
         "items were 5 and are now 3",
-        "tasks that are missing now: fake-c",
-        "methods that are missing now: snapkv 0.05, hae 0.05, random 0.05",
+        "missing tasks: fake-c",
+        "missing methods: snapkv 0.05, hae 0.05, random 0.05",
     ]
     assert replace(plan, seed=1, model="demo").conflicts(plan) == [
         "model was 'log' and is now 'demo'", "seed was 0 and is now 1",
@@ -114,5 +114,5 @@ def test_a_file_among_the_settings_may_not_change(tmp_path: Path) -> None:
     old = plan([[1.0, 0.0]])
     assert plan([[1.0, 0.0]]).conflicts(old) == []
     assert plan([[0.0, 1.0]]).conflicts(old) == [
-        "'x' depends on a file that has changed: its own, or one that its settings name"
+        "'x' depends on a file that has changed (its own file, or one that its settings name)"
     ]

@@ -17,9 +17,11 @@ import pytest
 import synthetic_results as synthetic
 
 from foveakv.errors import InputError, MissingDependencyError, StoreError
-from foveakv.evaluation import plots, store
-from foveakv.evaluation.plots import spread
-from foveakv.evaluation.report import Report, read, write
+from foveakv.evaluation import store
+from foveakv.evaluation.report import markdown, page, plots, svg
+from foveakv.evaluation.report.content import Report
+from foveakv.evaluation.report.files import read, write
+from foveakv.evaluation.report.labels import spread
 from foveakv.evaluation.summary import Summary
 
 pytest.importorskip("matplotlib")
@@ -63,14 +65,19 @@ class Outline(HTMLParser):
         self.ids: list[str] = []
         self.tags: list[str] = []
         self.links: list[str] = []
-        self.open: list[str] = []
+        self.attributes: list[str] = []
+        self.data: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         values = dict(attrs)
+        self.attributes += values
         if values.get("id"):
             self.ids.append(str(values["id"]))
         self.links += [str(values[name]) for name in ("src", "href", "xlink:href") if values.get(name)]
+
+    def handle_data(self, data: str) -> None:
+        self.data.append(data)
 
 
 def outline(text: str) -> Outline:
@@ -132,15 +139,66 @@ def test_incomplete_runs_say_so() -> None:
     assert not any("incomplete" in line for line in Report("whole", Summary(plan, whole)).warnings)
 
 
-def test_everything_is_escaped() -> None:
-    report = small(label=EVIL, error=EVIL)
-    page = report.html()
-    assert "<script>alert" not in page
-    assert page.count("<script>") == 1
-    assert "&lt;script&gt;alert" in page
-    text = report.markdown()
-    assert "<script>" not in re.sub(r"\\<", "", text)
-    assert "\\| $5" in text
+def hostile(place: str) -> str:
+    return f"{place}<blink>{EVIL}</blink><img src=x onerror=alert(1)>{{{{ 7 * 7 }}}}{{% raw %}}'\"]]>-->"
+
+
+def hostile_report() -> Report:
+    """Every text that comes from files or models tries to become markup."""
+    plan = synthetic.plan(4, (0.05,), ("hae", "hybridkv", "quest", "random"), ("needle", "turns"))
+    names = {"needle": hostile("task"), "fastv-own": hostile("label")}
+    methods = {"fastv": hostile("method")}
+    found = [
+        replace(
+            result,
+            task=names.get(result.task, result.task),
+            label=names.get(result.label, result.label),
+            method=methods.get(result.method, result.method),
+        )
+        for result in synthetic.results(plan)
+    ]
+    found += [replace(found[0], label="other", score=None, error=hostile("error"))]
+    entries = [
+        replace(entry, label=names.get(entry.label, entry.label), method=methods.get(entry.method, entry.method))
+        for entry in plan.entries
+    ]
+    plan = replace(
+        plan, tasks=tuple(names.get(task, task) for task in plan.tasks), entries=tuple(entries), model=hostile("model")
+    )
+    machine = {
+        "cpu": hostile("cpu"), "accelerator": hostile("accelerator"), "versions": {"torch": hostile("torch")},
+        "model": {"class": hostile("class"), "dtype": hostile("dtype"), "name": hostile("name")},
+    }  # fmt: skip
+    start = {"time": hostile("time"), "command": hostile("command"), "machines": [machine, START["machines"][0]]}
+    titles = {names["needle"]: hostile("title")}
+    return Report(hostile("run"), Summary(plan, found, titles), [start, {**start, "time": hostile("later")}])
+
+
+def test_everything_on_the_page_is_escaped() -> None:
+    text = page.render(hostile_report())
+    found = outline(text)
+    assert found.tags.count("script") == 1
+    assert not {"img", "blink", "b", "iframe"} & set(found.tags)
+    assert not [name for name in found.attributes if name.startswith("on")]
+    assert text.count("{{ 7 * 7 }}") > 10
+    shown = "".join(found.data)
+    for place in ("run", "task", "label", "error", "model", "cpu", "accelerator", "torch", "class", "dtype", "time",
+                  "command", "title", "later", "name"):  # fmt: skip
+        assert hostile(place).rpartition("/")[2] in shown, place  # a model's name is shown without its folders
+
+
+def test_everything_in_the_markdown_is_escaped() -> None:
+    text = markdown.render(hostile_report())
+    assert not re.search(r"(?<!\\)<(script|blink|img)", text)
+    assert not re.search(r"(?<!\\)`code", text)
+    small_text = markdown.render(small(label=EVIL, error=EVIL))
+    assert "\\| $5" in small_text
+
+
+def test_plots_of_hostile_names_are_well_formed() -> None:
+    for plot in hostile_report().plots:
+        ET.fromstring(plot.file())
+        assert re.fullmatch(r"[a-z0-9-]+", plot.name)
 
 
 def test_markdown_tables_are_even(written: Path) -> None:
@@ -160,31 +218,31 @@ def test_markdown_links_are_files(written: Path) -> None:
 
 
 def test_the_same_results_give_the_same_files() -> None:
-    assert small().html() == small().html()
+    assert page.render(small()) == page.render(small())
 
 
 def test_nothing_but_the_full_cache() -> None:
     """No budget, no floor, one item: a page all the same."""
     plan = synthetic.plan(1, methods=(), tasks=("needle",))
-    page = Report("full", Summary(plan, synthetic.results(plan)), []).html()
-    assert "random was not run here" in page
-    assert "not recorded" in page
+    text = page.render(Report("full", Summary(plan, synthetic.results(plan)), []))
+    assert "random was not run here" in text
+    assert "not recorded" in text
 
 
 def test_a_run_that_has_only_begun() -> None:
-    """Some candidates of the first task: no picture without a line, and the rest says what is missing."""
+    """Some candidates of the first task: no plot without a line, and the rest says what is missing."""
     report = small(2)
     begun = [r for r in report.summary.results if r.item == 0 and r.task == "needle"][:4]
     begun = [replace(result, score=0.5) for result in begun]  # too little to rank
     found = Report("begun", Summary(report.summary.plan, begun))
-    names = [picture.name for picture in found.pictures]
+    names = [plot.name for plot in found.plots]
     assert "accuracy-needle" in names
     assert "accuracy-turns" not in names
     assert "accuracy-bytes" not in names
-    page = found.html()
-    assert "Task turns: the full cache has no result here" in page
-    assert 'id="cost"' not in page
-    found.markdown()
+    text = page.render(found)
+    assert "Task turns: the full cache has no result here" in text
+    assert 'id="cost"' not in text
+    markdown.render(found)
 
 
 def test_budgets_of_several_kinds_and_none_under_one_name() -> None:
@@ -195,7 +253,7 @@ def test_budgets_of_several_kinds_and_none_under_one_name() -> None:
         lines.append(replace(plan.entries[1], label=label, method="snapkv", settings={"budget": budget}))
     plan = replace(plan, entries=tuple(lines))
     found = Report("kinds", Summary(plan, synthetic.results(plan)))
-    assert {"accuracy-needle", "accuracy-tokens-needle"} <= {picture.name for picture in found.pictures}
+    assert {"accuracy-needle", "accuracy-tokens-needle"} <= {plot.name for plot in found.plots}
 
 
 def test_names_of_files_are_all_different() -> None:
@@ -218,7 +276,7 @@ def test_no_full_cache() -> None:
     plan = replace(report.summary.plan, entries=report.summary.plan.entries[1:])
     found = Report("no full", Summary(plan, rest))
     assert any(line.startswith("The full cache was not run") for line in found.warnings)
-    assert "No task can rank methods" in found.html()
+    assert "No task can rank methods" in page.render(found)
 
 
 def test_files_are_written_whole_whatever_the_text_is(tmp_path: Path) -> None:
@@ -282,12 +340,12 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'foveakv\[demo\]'"):
-        small(2).html()
+        page.render(small(2))
 
 
 def test_looks_are_all_different() -> None:
     names = ["full", *map(str, range(22)), "random"]
-    found = plots.looks(names, {name: name for name in names})
+    found = svg.looks(names, {name: name for name in names})
     assert len({(look.colour, str(look.dash), look.marker) for look in found.values()}) == len(names)
 
 

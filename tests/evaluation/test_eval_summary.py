@@ -10,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from foveakv.evaluation import headline
-from foveakv.evaluation import stratified as strata
+from foveakv.evaluation import stratified
 from foveakv.evaluation.bootstrap import Interval, paired
+from foveakv.evaluation.figures import Candidate
 from foveakv.evaluation.plan import Entry, Plan
-from foveakv.evaluation.results import Result
-from foveakv.evaluation.summary import Candidate, Summary
-from foveakv.evaluation.tables import (
+from foveakv.evaluation.report import headline
+from foveakv.evaluation.report.tables import (
     accuracy,
     change,
     chunks,
@@ -30,6 +29,8 @@ from foveakv.evaluation.tables import (
     task_states,
     task_table,
 )
+from foveakv.evaluation.results import Result
+from foveakv.evaluation.summary import Summary
 
 
 def result(label: str, item: int, score: float | None, task: str = "t", **values: Any) -> Result:
@@ -243,7 +244,7 @@ def test_a_method_that_does_not_apply_neither_fails_nor_is_missing() -> None:
     assert found[0].startswith("This run is incomplete: 1 of 3 cells")  # a lacks an item
     assert not any("ended with an error" in line for line in found)
     assert "Some cells have fewer than 20 items; their intervals are too narrow." in found
-    assert "and 20 where" in dict(headline.facts(summary, []))["results"]
+    assert "and 20 not applicable" in dict(headline.facts(summary, []))["results"]
 
 
 def test_a_run_of_several_makes_says_so() -> None:
@@ -257,8 +258,8 @@ def test_a_run_of_several_makes_says_so() -> None:
     assert not any("made differently" in line for line in headline.warnings(summary, same))
     found = headline.warnings(summary, [*same, start("2.14.0", "/here/demo-2")])
     assert found[0] == (
-        "Parts of this run were made differently: torch was 2.13.0 and 2.14.0; the model was demo-1 and demo-2. "
-        "Their figures may not compare."
+        "Parts of this run used different setups: torch was 2.13.0 and 2.14.0; the model was demo-1 and demo-2. "
+        "Figures may not be comparable."
     )
 
 
@@ -295,31 +296,31 @@ def test_differences_are_those_of_paired() -> None:
     generator = np.random.default_rng(1)
     methods = [dict(enumerate(generator.random(12))) for _ in range(4)]
     del methods[2][5]
-    for (i, j), found in strata.differences([[method] for method in methods]).items():
+    for (i, j), found in stratified.differences([[method] for method in methods]).items():
         expected = paired(methods[i], methods[j])
         assert (found.mean, found.n) == (pytest.approx(expected.mean), expected.n)
         assert (found.low, found.high) == (pytest.approx(expected.low), pytest.approx(expected.high))
 
 
-def test_strata_draw_within_tasks() -> None:
+def test_draws_stay_within_tasks() -> None:
     """Tasks that differ among each other but not within have no uncertainty."""
     tasks = [np.full((5, 1), 0.2), np.full((3, 1), 0.8)]
-    found = strata.mean(tasks, lambda means: means[..., 0])
+    found = stratified.mean(tasks, lambda means: means[..., 0])
     assert (found.mean, found.low, found.high, found.n) == (*[pytest.approx(0.5)] * 3, 8)
 
 
 @pytest.mark.parametrize("tasks", [[], [np.zeros((0, 2))], [np.ones((4, 2)), np.zeros((0, 2))]])
-def test_strata_without_items(tasks: list[Any]) -> None:
-    assert math.isnan(strata.mean(tasks, strata.difference).mean)
+def test_stratified_without_items(tasks: list[Any]) -> None:
+    assert math.isnan(stratified.mean(tasks, stratified.difference).mean)
 
 
 def test_one_item_has_no_bounds() -> None:
-    found = strata.mean([np.array([[0.5, 1.0]])], strata.relative)
+    found = stratified.mean([np.array([[0.5, 1.0]])], stratified.relative)
     assert (found.mean, found.known) == (-0.5, False)
 
 
 def test_a_loss_of_nothing_is_no_number() -> None:
-    assert math.isnan(strata.mean([np.zeros((3, 2))], strata.relative).mean)
+    assert math.isnan(stratified.mean([np.zeros((3, 2))], stratified.relative).mean)
 
 
 def test_static_heads_are_means_over_items_and_equal_maps_are_joined() -> None:

@@ -16,7 +16,7 @@ import tiny_folder
 import torch
 
 from foveakv.errors import InputError, UnsupportedModeError
-from foveakv.evaluation import items
+from foveakv.evaluation import tasks
 from foveakv.evaluation.agreement import Agreement, add
 from foveakv.evaluation.bundle import fits
 from foveakv.evaluation.cards import (
@@ -344,8 +344,8 @@ def test_grades_by_hand() -> None:
 
 
 def test_items_are_made_again_by_number_and_seed() -> None:
-    for name in items.available():
-        task = items.find(name)
+    for name in tasks.available():
+        task = tasks.find(name)
         one, again, other, seeded = task.item(3), task.item(3), task.item(4), task.item(3, seed=1)
         assert one.turns == again.turns
         assert all(np.array_equal(a, b) for a, b in zip(one.images, again.images, strict=True))
@@ -356,12 +356,12 @@ def test_items_are_made_again_by_number_and_seed() -> None:
 
 
 def test_names_of_tasks_and_suites() -> None:
-    assert set(items.suite("offline")) <= set(items.available())
-    assert set(items.suite("validation")) <= set(items.available())
-    with pytest.raises(InputError, match="no task 'chess'"):
-        items.find("chess")
-    with pytest.raises(InputError, match="no suite"):
-        items.suite("online")
+    assert set(tasks.suite("offline")) <= set(tasks.available())
+    assert set(tasks.suite("validation")) <= set(tasks.available())
+    with pytest.raises(InputError, match="unknown task 'chess'"):
+        tasks.find("chess")
+    with pytest.raises(InputError, match="unknown suite"):
+        tasks.suite("online")
 
 
 def test_handwriting_of_the_splits_differs() -> None:
@@ -393,6 +393,6 @@ def test_a_higher_value_has_a_higher_bar() -> None:
 
 def test_photographs_are_never_asked_for() -> None:
     for number in range(20):
-        item = items.find("photos").item(number)
+        item = tasks.find("photos").item(number)
         assert len(item.images) == 16
         assert item.turns[0].facts[0][-1].isdigit()

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from foveakv.evaluation import items
+from foveakv.evaluation import tasks
 from foveakv.evaluation.items import Item, Task, Turn
 from foveakv.evaluation.plan import Plan, with_baselines
 from foveakv.evaluation.results import Result, TurnResult
@@ -29,12 +29,12 @@ def _make(generator: Any) -> tuple[tuple[Any, ...], tuple[Turn, ...]]:
 
 def register() -> None:
     for name in TASKS:
-        items.register(Task(name, f"Nothing, {name}", _make))
+        tasks.register(Task(name, f"Nothing, {name}", _make))
 
 
 def forget() -> None:
     for name in TASKS:
-        items._TASKS.pop(name, None)
+        tasks._REGISTERED.pop(name, None)
 
 
 def plan(log: Path, count: int = 3, budgets: Sequence[float] = (0.1, 0.2), **options: Any) -> Plan:

@@ -79,8 +79,8 @@ def run(
     """
     common.quiet_transformers()
     from foveakv.cli.settings import split_names
-    from foveakv.evaluation import items as known
     from foveakv.evaluation import runner
+    from foveakv.evaluation import tasks as known
     from foveakv.evaluation.plan import Plan, with_baselines
     from foveakv.methods.plugins import loaded_files
 

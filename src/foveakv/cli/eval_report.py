@@ -25,7 +25,7 @@ def report(
 
     Example: foveakv eval report runs/offline
     """
-    from foveakv.evaluation import report as reports
+    from foveakv.evaluation.report import files as reports
 
     with common.messages().status("writing the report"):
         found = reports.read(run)

@@ -1,12 +1,10 @@
-"""What a task is: items with pictures, turns with questions, facts that an answer must contain."""
+"""What a task is: items with images, turns with questions, and the facts that an answer must contain."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from foveakv.errors import InputError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,10 +15,10 @@ if TYPE_CHECKING:
 class Turn:
     """A question and what its answer must contain.
 
-    text: what the user says; in the first turn with one `<image>` mark per picture. facts: the pieces of the right
-    answer; a reply scores the share of them that it gets right. separator: what stands between the pieces of a reply.
-    ordered: a fact counts at its own place only (a list), else at any place; of a reply with more pieces than facts the
-    first ones count. max_new_tokens: the longest reply.
+    text: what the user says; in the first turn with one `<image>` mark per image. facts: the parts of the right answer;
+    the score of a reply is the share of them that it gets right. separator: the text between the parts of a reply.
+    ordered: a fact must be at its own place (a list), else it may be anywhere. If a reply has more parts than there are
+    facts, the first ones count. max_new_tokens: the longest reply.
     """
 
     text: str
@@ -37,9 +35,9 @@ class Turn:
 
 @dataclass(frozen=True)
 class Item:
-    """One question, or several about the same pictures. `number` and `seed` make the same item again.
+    """One question, or several about the same images. Equal `number` and `seed` give the same item.
 
-    long: the reply runs to a hundred tokens and more, so it is also scored by the full cache's log-likelihood.
+    long: the reply has a hundred tokens or more, and is also scored by the full cache's log-likelihood.
     """
 
     task: str
@@ -52,9 +50,10 @@ class Item:
 
 @dataclass(frozen=True)
 class Task:
-    """A kind of item. `make(rng)` draws pictures and turns; equal seeds give equal items.
+    """A kind of item. `make(rng)` returns images and turns; equal seeds give equal items.
 
-    title: a line for reports. long: see `Item`. ranked: methods are ranked by it; a control is only reported.
+    title: a one-line description for reports. long: see `Item`. ranked: the task ranks methods; if False it is a
+    control that is only reported.
     """
 
     name: str
@@ -70,37 +69,3 @@ class Task:
         digits = [seed, number, *self.name.encode("utf8")]
         images, turns = self.make(np.random.default_rng(digits))
         return Item(self.name, number, seed, images, turns, self.long)
-
-
-_TASKS: dict[str, Task] = {}
-
-
-def register(task: Task) -> Task:
-    """Makes a task known by its name."""
-    _TASKS[task.name] = task
-    return task
-
-
-def find(name: str) -> Task:
-    """The task of that name. InputError: there is none."""
-    known = available()
-    if name not in known:
-        raise InputError(f"no task {name!r}; there are {', '.join(known)}")
-    return _TASKS[name]
-
-
-def available() -> list[str]:
-    """Names of all tasks, in the order of reports."""
-    from foveakv.evaluation import tasks
-
-    tasks.load()
-    return list(_TASKS)
-
-
-def suite(name: str) -> list[str]:
-    """The tasks of a suite. InputError: there is no such suite."""
-    from foveakv.evaluation import tasks
-
-    if name not in tasks.SUITES:
-        raise InputError(f"no suite {name!r}; there are {', '.join(tasks.SUITES)}")
-    return list(tasks.SUITES[name])

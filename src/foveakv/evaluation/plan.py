@@ -1,4 +1,4 @@
-"""What is to be run: tasks, items, methods with their settings, the model. And what of it is still missing."""
+"""The plan of a run: tasks, items, methods with their settings, the model; and which results are still missing."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from foveakv.errors import InputError, MethodError
+from foveakv.evaluation import schema
+from foveakv.evaluation.schema import Between, Count
 
 if TYPE_CHECKING:
     from foveakv.evaluation.compare import Candidate
 
 FORMAT = 1
-"""Of plan.json; a file with another number was made by another version."""
+"""Format number of plan.json; a file with another number was written by another version."""
 
 Key = tuple[str, int, int, str]
-"""What `Result.key` is: task, item, seed, label."""
+"""`Result.key`: task, item, seed, label."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A candidate as plain values: its label, the method's name, and all the method's settings, defaults as well.
+    """A candidate as plain values: its label, the name of the method, and all its settings including defaults.
 
-    version: of the files that it depends on: the one that a method of one's own comes from, see
-    `foveakv.methods.plugins`, and those that its settings name. None: there are none.
+    version: digests of the files that it depends on: the file of a plugin method (see `foveakv.methods.plugins`) and
+    files that its settings name. None: there are none.
     """
 
     label: str
@@ -36,7 +38,11 @@ class Entry:
 
     @classmethod
     def of(cls, candidate: Candidate) -> Entry:
-        """InputError: a setting is neither a number, a text nor a path, so that the method could not be made again."""
+        """The entry of a candidate.
+
+        Raises:
+            InputError: a setting is not a number, text or path, so that the method cannot be recreated from the plan.
+        """
         from foveakv.methods.plugins import version_of
 
         names = {f.name for f in fields(candidate.method) if f.init}
@@ -44,8 +50,8 @@ class Entry:
             value = getattr(candidate.method, name)
             if not isinstance(value, int | float | str | PathLike | None):
                 raise InputError(
-                    f"{candidate.label}: a run writes settings down as numbers and texts, and {name} is of type "
-                    f"{type(value).__name__}; where the method takes a file in its place, give that"
+                    f"{candidate.label}: a plan stores settings as numbers and texts, and {name} is a "
+                    f"{type(value).__name__}; if the method accepts a file instead, pass its path"
                 )
         settings = {key: value for key, value in candidate.method.describe().items() if key in names}
         versions = [version_of(type(candidate.method)), *map(_digest, settings.values())]
@@ -53,7 +59,7 @@ class Entry:
         return cls(candidate.label, candidate.method.name, settings, " ".join(known) or None)
 
     def candidate(self) -> Candidate:
-        """The method again. MethodError: this version has no such method or setting."""
+        """Recreates the candidate. MethodError: this version has no such method or setting."""
         from foveakv.evaluation.compare import Candidate
         from foveakv.methods import get
 
@@ -62,7 +68,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Unit:
-    """One item of one task, with the labels of the candidates that are still missing. What a worker gets at a time."""
+    """A unit of work: one item of one task, and the labels of the candidates whose results are missing."""
 
     task: str
     number: int
@@ -72,15 +78,16 @@ class Unit:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run. items: how many of each task. seed: of the items. dtype, device: None means as the model is loaded.
+    """A run.
 
+    items: number of items of each task. seed: of the items. dtype, device: as for `foveakv.load`, None for its default.
     plugins: files that register methods, see `foveakv.methods.plugins`.
     """
 
     tasks: tuple[str, ...]
     entries: tuple[Entry, ...]
-    items: int
-    seed: int = 0
+    items: Annotated[int, Between(1, 10**9)]
+    seed: Count = 0
     model: str = "demo"
     dtype: str | None = None
     device: str | None = None
@@ -89,30 +96,31 @@ class Plan:
 
     def __post_init__(self) -> None:
         if self.items < 1 or self.seed < 0:
-            raise InputError(f"a run has at least one item ({self.items}) and a seed of 0 or more ({self.seed})")
+            raise InputError(f"a run needs at least one item and a seed of 0 or more, got {self.items} and {self.seed}")
         if not self.tasks or not self.entries:
-            raise InputError("a run has at least one task and one method")
+            raise InputError("a run needs at least one task and one method")
         for names, what in ((self.tasks, "task"), ([entry.label for entry in self.entries], "label")):
             twice = sorted({name for name in names if list(names).count(name) > 1})
             if twice:
-                raise InputError(f"the {what} {twice[0]!r} is there twice; every {what} is there once in a run")
+                raise InputError(f"duplicate {what} {twice[0]!r}; every {what} of a run must be unique")
 
     @classmethod
     def of(cls, tasks: Sequence[str], candidates: Sequence[Candidate], items: int, **options: Any) -> Plan:
-        """From candidates as `foveakv.evaluation.compare.candidates` makes them."""
+        """A plan from candidates, see `foveakv.evaluation.compare.candidates`. `options`: the other fields."""
         return cls(tuple(tasks), tuple(map(Entry.of, candidates)), items, **options)
 
     def entry(self, label: str) -> Entry:
+        """The entry with this label."""
         return next(entry for entry in self.entries if entry.label == label)
 
     def keys(self) -> Iterator[Key]:
-        """All results of the run, in the order in which they are made."""
+        """The keys of all results of the run, in the order in which they are computed."""
         for unit in self.units():
             for label in unit.labels:
                 yield unit.task, unit.number, unit.seed, label
 
     def units(self, done: Collection[Key] = ()) -> list[Unit]:
-        """What is to be done, items outermost: a run that is stopped has all methods and tasks on the same items."""
+        """The units that are not done, item by item, so that a stopped run has the same items for all methods."""
         units = []
         for number in range(self.items):
             for task in self.tasks:
@@ -128,17 +136,16 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Plan:
-        """Back from `to_dict`. InputError: another version's, or no plan at all."""
+        """The inverse of `to_dict`. InputError: another version's plan, or a missing, unknown or wrong field."""
         if data.get("format") != FORMAT:
-            raise InputError(f"this plan has format {data.get('format')!r}; this version of foveakv reads {FORMAT}")
-        values = {f.name: data[f.name] for f in fields(cls) if f.name in data}
-        values["tasks"] = tuple(data["tasks"])
-        values["plugins"] = tuple(data.get("plugins", ()))
-        values["entries"] = tuple(Entry(**entry) for entry in data["entries"])
-        return cls(**values)
+            raise InputError(f"the plan has format {data.get('format')!r}; this version of foveakv reads {FORMAT}")
+        found = schema.read(cls, {name: value for name, value in data.items() if name != "format"})
+        for place, entry in enumerate(found.entries):
+            schema.check_budget(entry.settings.get("budget"), f"entries[{place}].settings.budget")
+        return found
 
     def holding(self, done: Collection[Key]) -> Plan:
-        """The part of this plan that these results are of."""
+        """The part of this plan that has results."""
         return replace(
             self,
             tasks=tuple(task for task in self.tasks if any(key[0] == task for key in done)) or self.tasks,
@@ -148,7 +155,7 @@ class Plan:
         )
 
     def conflicts(self, older: Plan) -> list[str]:
-        """Why results of an older plan cannot stay with this one, in words. Empty: this plan only adds to it."""
+        """Why results of an older plan do not fit this one, as texts. Empty: this plan only adds to the older one."""
         found = [
             f"{name} was {old!r} and is now {new!r}"
             for name in ("model", "seed", "dtype", "device", "trust_remote_code")
@@ -158,11 +165,11 @@ class Plan:
             found.append(f"items were {older.items} and are now {self.items}")
         missing = [task for task in older.tasks if task not in self.tasks]
         if missing:
-            found.append(f"tasks that are missing now: {', '.join(missing)}")
+            found.append(f"missing tasks: {', '.join(missing)}")
         mine = {entry.label: entry for entry in self.entries}
         missing = [entry.label for entry in older.entries if entry.label not in mine]
         if missing:
-            found.append(f"methods that are missing now: {', '.join(missing)}")
+            found.append(f"missing methods: {', '.join(missing)}")
         for entry in older.entries:
             if entry.label in mine:
                 found += _changes(entry, mine[entry.label])
@@ -170,7 +177,7 @@ class Plan:
 
 
 def _digest(setting: Any) -> str | None:
-    """Of the contents of the file that a setting names; None where it names none."""
+    """Digest of the file that a setting names; None if it does not name a file."""
     if not isinstance(setting, str | PathLike) or not Path(setting).suffix or not Path(setting).is_file():
         return None
     return hashlib.sha256(Path(setting).read_bytes()).hexdigest()[:16]
@@ -180,7 +187,7 @@ def _changes(old: Entry, new: Entry) -> list[str]:
     if old.method != new.method:
         return [f"{old.label!r} was {old.method} and is now {new.method}"]
     if old.version not in (None, new.version):
-        return [f"{old.label!r} depends on a file that has changed: its own, or one that its settings name"]
+        return [f"{old.label!r} depends on a file that has changed (its own file, or one that its settings name)"]
     names = list(dict.fromkeys([*old.settings, *new.settings]))
     return [
         f"{old.label!r} had {name}={old.settings.get(name)!r} and now has {new.settings.get(name)!r}"
@@ -190,9 +197,12 @@ def _changes(old: Entry, new: Entry) -> list[str]:
 
 
 def with_baselines(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The full cache first, then the candidates, then random tokens at every budget that a candidate has.
+    """Adds the full cache as the first candidate, and random tokens at every budget that a candidate has.
 
-    Random candidates that are there already stay, and those that are added have the settings of the first of them.
+    Existing random candidates are kept; added ones have the settings of the first of them.
+
+    Raises:
+        MethodError: another method has a label that belongs to the full cache or to random.
     """
     from foveakv.evaluation.compare import Candidate
     from foveakv.methods import get
@@ -207,8 +217,8 @@ def with_baselines(candidates: Sequence[Candidate]) -> list[Candidate]:
     ]
     full = [each for each in candidates if each.label == "full"] or [Candidate("full", get("full"))]
     if full[0].method.name != "full":
-        raise MethodError("the label full belongs to the full cache, which everything is compared with")
+        raise MethodError("the label full is reserved for the full cache, the baseline; choose another")
     for each in candidates:
         if each.method.name != "random" and each.label.split(" ")[0] == "random":
-            raise MethodError(f"the label {each.label!r} belongs to random tokens, the floor; choose another")
+            raise MethodError(f"the label {each.label!r} is reserved for random tokens, the floor; choose another")
     return [*full, *(each for each in candidates if each.label != "full"), *added]

@@ -1,4 +1,4 @@
-"""Several workers through Ray: processes of this machine, or of a cluster. Results come back to the caller."""
+"""Several workers through Ray: processes on this machine or on a cluster. Results are returned to the caller."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any
 from foveakv.errors import FoveaKVError, InputError, MissingDependencyError
 from foveakv.evaluation.plan import Plan, Unit
 from foveakv.evaluation.results import Result
-from foveakv.evaluation.runner import Factory, Worker, failures, worker_name
+from foveakv.evaluation.worker import Factory, Worker, failures, worker_name
 
 LOG = logging.getLogger(__name__)
 
 DEATHS = 2
-"""How often an item may take its worker down, and workers in a row may die while they load, before it is an error."""
+"""The number of times that an item may kill its worker, or workers in a row may die while loading, before an error."""
 
 PATIENCE = 120.0
-"""Seconds without a first worker after which the user is told."""
+"""Seconds without a ready worker after which a warning is logged."""
 
 
-def over_ray(
+def run_units(
     plan: Plan,
     units: Sequence[Unit],
     factory: Factory,
@@ -32,10 +32,24 @@ def over_ray(
     workers: int,
     address: str | None,
 ) -> Iterator[tuple[str, Result]]:
-    """(worker's name, result), a unit's at a time. A worker that dies is replaced, and its unit is run again."""
+    """(worker's name, result) for every result of the units.
+
+    A worker that dies is replaced and its unit is run again; after `DEATHS` times the unit's results are errors.
+
+    Args:
+        plan, units: what to run.
+        factory: makes a worker's bench.
+        ready: called with the description of each worker's machine.
+        workers: number of workers, at most one per unit.
+        address: of a Ray cluster; None starts Ray on this machine.
+
+    Raises:
+        InputError: no cluster at the address, or a device with an index. FoveaKVError: workers die while loading.
+        MissingDependencyError: Ray is not installed.
+    """
     ray = _import_ray()
     if plan.device is not None and ":" in plan.device:
-        raise InputError(f"with Ray every worker gets its own device: give {plan.device.split(':')[0]} as the device")
+        raise InputError(f"with Ray every worker gets its own device; pass {plan.device.split(':')[0]} as the device")
     workers = min(workers, len(units))
     connected = _connect(ray, workers, address)
     try:
@@ -46,7 +60,7 @@ def over_ray(
 
 
 def share(cpus: float, gpus: float, workers: int, device: str | None) -> dict[str, Any]:
-    """Threads of a worker, and what to ask Ray for: cores // workers, and an equal part of the GPUs."""
+    """The threads of a worker, and the resources to request from Ray: an equal share of the cores and GPUs."""
     threads = max(1, int(cpus // workers))
     asked = {"num_cpus": threads if cpus >= workers else max(0.01, int(100 * cpus / workers) / 100)}
     if gpus and device != "cpu":
@@ -56,7 +70,7 @@ def share(cpus: float, gpus: float, workers: int, device: str | None) -> dict[st
 
 
 def _import_ray() -> ModuleType:
-    # Ray's report of usage to its makers is off, unless the user turned it on.
+    # Disable Ray's usage reports unless the user enabled them.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray
@@ -66,7 +80,7 @@ def _import_ray() -> ModuleType:
 
 
 def _connect(ray: ModuleType, workers: int, address: str | None) -> bool:
-    """Whether this call made the connection, and has to end it."""
+    """Connects to Ray. True if this call made the connection, so that the caller must shut it down."""
     if ray.is_initialized():
         return False
     if address is not None:
@@ -75,9 +89,9 @@ def _connect(ray: ModuleType, workers: int, address: str | None) -> bool:
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise InputError(f"no Ray cluster answers at {address}: {error}") from error
         return True
-    logging.getLogger("ray").setLevel(logging.ERROR)  # it warns of how its own processes trust each other
+    logging.getLogger("ray").setLevel(logging.ERROR)  # Ray warns about authentication between its own processes
     ray.init(
-        address="local",  # never a cluster that happens to run here
+        address="local",  # never an existing cluster on this machine
         num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         include_dashboard=False,
         object_store_memory=100 * 2**20,  # results are small
@@ -88,28 +102,29 @@ def _connect(ray: ModuleType, workers: int, address: str | None) -> bool:
 
 
 class _Pool:
-    """The workers, what each is doing, and what is left to do."""
+    """The workers, the unit that each is running, and the units that are left."""
 
     def __init__(self, ray: ModuleType, plan: Plan, units: Sequence[Unit], factory: Factory, workers: int) -> None:
         self.ray, self.plan, self.factory, self.workers = ray, plan, factory, workers
         self.left = deque(units)
         self.actors: dict[int, Any] = {}
-        self.busy: dict[Any, tuple[int, Unit | None]] = {}  # what a worker was asked -> (its number, None: to load)
+        self.busy: dict[Any, tuple[int, Unit | None]] = {}  # a pending call -> (worker, its unit; None: it is loading)
         self.deaths: Counter[Unit | None] = Counter()
         found = ray.cluster_resources()
         self.share = share(found.get("CPU", 1), found.get("GPU", 0), workers, plan.device)
 
     def results(self, ready: Callable[[dict[str, Any]], None]) -> Iterator[tuple[str, Result]]:
+        """See `run_units`."""
         for number in range(self.workers):
             self._start(number)
         try:
-            # Workers that are still loading, or find no free machine, are not waited for.
+            # Do not wait for workers that are still loading or waiting for resources.
             while self.left or any(unit is not None for _, unit in self.busy.values()):
                 done = self._wait()
                 number, unit = self.busy.pop(done)
                 try:
                     value = self.ray.get(done)
-                except self.ray.exceptions.RayTaskError as error:  # our own code raised, in `load`
+                except self.ray.exceptions.RayTaskError as error:  # `load` raised
                     cause = error.cause
                     raise (cause if isinstance(cause, FoveaKVError) else error) from None
                 except self.ray.exceptions.RayError as error:
@@ -129,16 +144,16 @@ class _Pool:
                     self.ray.kill(actor)
 
     def _wait(self) -> Any:
-        """What is done next."""
+        """The next call that has finished."""
         while True:
             done, _ = self.ray.wait(list(self.busy), num_returns=1, timeout=PATIENCE)
             if done:
                 return done[0]
             if all(unit is None for _, unit in self.busy.values()):
-                LOG.warning("no worker is ready yet; each waits for a machine with %s free", self.share["asked"])
+                LOG.warning("no worker is ready yet; each waits for a node with %s free", self.share["asked"])
 
     def _start(self, number: int) -> None:
-        # Not restarted by Ray, but by `_died`, which knows what the worker was doing.
+        # Restarted by `_died`, not by Ray, since only `_died` knows the unit.
         remote = self.ray.remote(_RayWorker).options(**self.share["asked"], max_restarts=0)
         self.actors[number] = remote.remote(self.plan, self.factory, self.share["threads"])
         self.busy[self.actors[number].load.remote()] = (number, None)
@@ -149,12 +164,12 @@ class _Pool:
     def _died(self, number: int, unit: Unit | None, error: Exception) -> Iterator[tuple[str, Result]]:
         self.deaths[unit] += 1
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        LOG.warning("%s died and is started again: %s", worker_name(number), reason)
+        LOG.warning("%s died and is restarted: %s", worker_name(number), reason)
         if unit is None:
             if self.deaths[unit] >= DEATHS:
-                raise FoveaKVError(f"workers die while they load the model; is there enough memory? {reason}")
+                raise FoveaKVError(f"workers die while loading the model; is there enough memory? {reason}")
         elif self.deaths[unit] >= DEATHS:
-            text = f"the worker died {DEATHS} times while it ran this item: {reason}"
+            text = f"the worker died {DEATHS} times while running this item: {reason}"
             for result in failures(self.plan, unit, unit.labels, text):
                 yield worker_name(number), result
         else:
@@ -164,7 +179,7 @@ class _Pool:
 
 
 class _RayWorker(Worker):
-    """Ray sends back a list, not an iterator."""
+    """A worker whose `run` returns a list, which Ray can send."""
 
     def run(self, unit: Unit) -> list[Result]:  # type: ignore[override]
         return list(super().run(unit))

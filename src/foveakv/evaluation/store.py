@@ -1,70 +1,122 @@
-"""A run's folder.
+"""The folder of a run.
 
-    plan.json               what is to be run
-    run.json                every start: when, how many workers, on which machine, with which versions
-    results/WORKER.jsonl    one result per line, in the order in which they came
+    plan.json               what to run
+    run.json                every start: time, number of workers, machines, versions
+    results/WORKER.jsonl    one result per line, in the order of computation
 
-A result counts once its line is on the disk, so that a kill at any moment loses what is being computed and no more. A
-last line that was cut short is ignored, and cut off when the run goes on.
+Every result is flushed to disk, so killing the run loses only the items in progress. An incomplete last line is
+ignored, and removed when the run is resumed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, TypedDict
 
 from filelock import FileLock, Timeout
 
 from foveakv.errors import InputError, StoreError
+from foveakv.evaluation import schema
 from foveakv.evaluation.plan import Key, Plan
 from foveakv.evaluation.results import Result
 from foveakv.util import files
+
+
+class _Model(TypedDict, total=False):
+    """The part of `environment.describe`'s model that reports show."""
+
+    name: str | None
+    revision: str | None
+    parameters: schema.Count | None
+    dtype: str | None
+    device: str | None
+    attention: str | None
+
+
+class _Machine(TypedDict, total=False):
+    """The part of `environment.describe` that reports show."""
+
+    versions: dict[str, str | None]
+    cpu: str | None
+    accelerator: str | None
+    threads: schema.Count | None
+    model: _Model | None
+
+
+class _Start(TypedDict, total=False):
+    time: str
+    workers: schema.Count
+    command: str
+    machines: list[_Machine]
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The content of run.json."""
+
+    starts: tuple[_Start, ...]
+
 
 _WHO = ("task", "item", "seed", "method", "budget", "label", "settings")
 PLAN, RUN, RESULTS, LOCK = "plan.json", "run.json", "results", ".lock"
 
 
 def read_plan(folder: Path) -> Plan:
-    """The plan of a run. InputError: there is none, or another version wrote it."""
+    """The plan of a run. InputError: there is none, it is damaged, or another version wrote it."""
     path = Path(folder) / PLAN
     if not path.is_file():
         raise InputError(f"{folder} is not the folder of a run: it has no {PLAN}")
     try:
-        return Plan.from_dict(_read_json(path))
-    except (TypeError, KeyError) as error:
-        raise InputError(f"{path} is not a plan of this version: {error!r}") from error
+        return Plan.from_dict(schema.load_object(path))
+    except InputError as error:
+        raise _located(path, error) from error
 
 
 def read_results(folder: Path) -> list[Result]:
-    """What a run has so far, each key once. Where there are two, one without an error wins, then the later one."""
+    """The results of a run, one per key. Of several with the same key, the last one without an error counts.
+
+    Raises:
+        InputError: a line is not a result; the message has the file and the line number.
+    """
     found: dict[Key, Result] = {}
     for path in _files(folder):
-        for _, line in _lines(path):
-            try:
-                result = Result.from_dict(line)
-            except (TypeError, AttributeError) as error:
-                raise InputError(f"{path} has a line that is no result of this version: {error}") from error
+        for _, result in _lines(path):
             if result.error is None or result.key not in found or found[result.key].error is not None:
                 found[result.key] = result
     return list(found.values())
 
 
-class Store:
-    """A run's folder that is being written to; a context manager. One process at a time may have it open.
+def read_starts(folder: Path) -> list[dict[str, Any]]:
+    """The starts of a run, from run.json; empty if there is no such file. InputError: it is damaged."""
+    path = Path(folder) / RUN
+    if not path.is_file():
+        return []
+    try:
+        return list(schema.read(_Run, schema.load_object(path)).starts)
+    except InputError as error:
+        raise InputError(
+            f"{_located(path, error)}; delete the file to continue without machines and versions"
+        ) from error
 
-    done: key -> error text or None, of all results that are there, those of the plan and those that are left over.
+
+class Store:
+    """Writes to the folder of a run; a context manager. Only one process at a time can open a folder.
+
+    done: key -> error or None, for all results in the folder, including those outside the plan.
 
     Raises:
         InputError: the folder belongs to another plan (the message says what differs), is in use, or is damaged.
-        StoreError: it cannot be written.
+        StoreError: the folder cannot be written.
     """
 
     def __init__(self, folder: Path, plan: Plan) -> None:
@@ -76,12 +128,12 @@ class Store:
         try:
             (self.folder / RESULTS).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StoreError(f"cannot make the folder {self.folder}: {error}") from error
+            raise StoreError(f"cannot create the folder {self.folder}: {error}") from error
         self._lock = FileLock(self.folder / LOCK)
         try:
             self._lock.acquire(timeout=0)
         except Timeout:
-            raise InputError(f"another process is running in {self.folder}; wait for it, or stop it first") from None
+            raise InputError(f"another process uses {self.folder}; wait for it, or stop it first") from None
         except OSError as error:
             raise StoreError(f"cannot write to {self.folder}: {error}") from error
         try:
@@ -95,23 +147,23 @@ class Store:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         for file in self._open.values():
-            with contextlib.suppress(OSError):  # all lines are on the disk, or their error is on its way
+            with contextlib.suppress(OSError):  # every line has been flushed, or its error is being raised
                 file.close()
         self._open = {}
         self._lock.release()
 
     def add(self, result: Result, worker: str) -> Result:
-        """Writes one result, and returns what is on the disk: what JSON cannot hold becomes an error of its own."""
+        """Writes one result and returns it; a result that JSON cannot represent is replaced by one with an error."""
         try:
             line = json.dumps(result.to_dict(), ensure_ascii=False, allow_nan=False) + "\n"
         except (TypeError, ValueError) as error:
             who = {name: getattr(result, name) for name in _WHO}
-            result = Result(**who, error=f"the result cannot be written down: {type(error).__name__}: {error}")
+            result = Result(**who, error=f"the result cannot be written as JSON: {type(error).__name__}: {error}")
             line = json.dumps(result.to_dict(), ensure_ascii=False) + "\n"
         try:
             if worker not in self._open:
                 path = self.folder / RESULTS / f"{worker}.jsonl"
-                # What is no text (half a surrogate pair) becomes the escape that JSON has for it.
+                # Lone surrogates are not valid UTF-8; write them as JSON escapes.
                 self._open[worker] = path.open("a", encoding="utf8", errors="backslashreplace")
             file = self._open[worker]
             file.write(line)
@@ -123,29 +175,22 @@ class Store:
         return result
 
     def add_start(self, workers: int) -> None:
-        """Notes in run.json that the run starts, or goes on, now."""
+        """Records a start of the run, or its resumption, in run.json."""
         time = datetime.now(UTC).isoformat(timespec="seconds")
         start = {"time": time, "workers": workers, "command": _command(), "machines": []}
-        _write_json(self.folder / RUN, {"starts": [*self._starts(), start]})
+        _write_json(self.folder / RUN, {"starts": [*read_starts(self.folder), start]})
 
     def add_machine(self, machine: dict[str, Any]) -> None:
-        """Notes where a worker of this start runs; equal machines are there once."""
-        starts = self._starts()
+        """Records the machine of a worker for this start; equal machines are recorded once."""
+        starts = read_starts(self.folder)
         if machine not in starts[-1]["machines"]:
             starts[-1]["machines"].append(machine)
             _write_json(self.folder / RUN, {"starts": starts})
 
-    def _starts(self) -> list[dict[str, Any]]:
-        path = self.folder / RUN
-        starts = _read_json(path).get("starts") if path.exists() else []
-        if not isinstance(starts, list):
-            raise InputError(f"{path} is damaged; delete it to go without machine and versions")
-        return starts
-
     def _take_over(self) -> None:
-        """Checks the plan, cuts off what a kill left behind, and reads what is done."""
+        """Checks the plan, removes incomplete last lines, and reads what is done."""
         if _files(self.folder) and not (self.folder / PLAN).exists():
-            raise InputError(f"{self.folder} has results and no {PLAN}; use another folder")
+            raise InputError(f"{self.folder} has results but no {PLAN}; use another folder")
         done = {result.key: result.error for result in read_results(self.folder)}
         if (self.folder / PLAN).exists():
             older = read_plan(self.folder)
@@ -165,20 +210,24 @@ def _files(folder: Path) -> list[Path]:
     return sorted((Path(folder) / RESULTS).glob("*.jsonl"))
 
 
-def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(end, values) of every whole line; `end` is where it ends in the file, in bytes."""
-    data, end = path.read_bytes(), 0
-    for number, raw in enumerate(data.splitlines(keepends=True), 1):
+def _lines(path: Path) -> Iterator[tuple[int, Result]]:
+    """(end, result) of every complete line; `end` is its end in the file, in bytes."""
+    try:
+        data, end = path.read_bytes(), 0
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+    for number, raw in enumerate(io.BytesIO(data), 1):
         end += len(raw)
-        last = end == len(data)
+        if not raw.endswith(b"\n"):  # the last line, cut short
+            return
+        if not raw.strip():
+            continue
+        if end == len(data) and b"\0" in raw:  # a block that was never written, after a power failure
+            return
         try:
-            values = json.loads(raw) if raw.endswith(b"\n") else None
-        except ValueError:  # bad JSON, or bytes that are no text
-            values = None
-        if isinstance(values, dict):
-            yield end, values
-        elif not last:
-            raise InputError(f"{path}, line {number}, is damaged; delete the line, and its item is run again")
+            yield end, Result.from_dict(schema.loads(raw))
+        except ValueError as error:  # InputError included
+            raise InputError(f"{path}, line {number}: {error}; delete the line to run its item again") from error
 
 
 def _cut_torn_line(path: Path) -> None:
@@ -187,18 +236,13 @@ def _cut_torn_line(path: Path) -> None:
         os.truncate(path, whole)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {path}: {error}") from error
-    if not isinstance(data, dict):
-        raise InputError(f"{path} is damaged: it is not a table of names and values")
-    return data
+def _located(path: Path, error: InputError) -> InputError:
+    """The error with the file in front, unless it names the file itself."""
+    return error if str(path) in str(error) else InputError(f"{path}: {error}")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """The old file or the new one, whatever happens. StoreError: it cannot be written."""
+    """Replaces a file atomically. StoreError: it cannot be written."""
     try:
         files.write_text(path, text)
     except OSError as error:
@@ -210,5 +254,5 @@ def _write_json(path: Path, data: Any) -> None:
 
 
 def _command() -> str:
-    """What this process was started with."""
+    """The command line of this process."""
     return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])

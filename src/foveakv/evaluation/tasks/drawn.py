@@ -1,4 +1,4 @@
-"""What the tasks with cards share: a row of named cards and how a card is told."""
+"""Shared by the tasks with cards: a row of named cards, the prompt that shows it, and the form of an answer."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from foveakv.models.embedded.samples import TELL
 
 
 def row(rng: np.random.Generator, count: int, split: str) -> tuple[tuple[Image, ...], list[str], list[str], str]:
-    """Cards, their names, their digits, and the text that shows them: a line with an `<image>` mark for each."""
+    """(images of `count` cards, their names, their digits, the prompt that shows them)."""
     names = cards.names(rng, count)
     digits = [int(digit) for digit in rng.integers(10, size=count)]
-    pictures = tuple(cards.digit_card(rng, digit, split) for digit in digits)
-    return pictures, names, [str(digit) for digit in digits], shown(names)
+    images = tuple(cards.digit_card(rng, digit, split) for digit in digits)
+    return images, names, [str(digit) for digit in digits], show(names)
 
 
-def shown(names: Sequence[str]) -> str:
-    """The text that shows a row of cards."""
+def show(names: Sequence[str]) -> str:
+    """The prompt that shows a row of cards: one line per card, each with an `<image>` mark."""
     return "".join(f"{name}'s card: <image>\n" for name in names)
 
 
-def told(name: str, answer: str) -> str:
-    """How a reply tells a card."""
+def card_line(name: str, answer: str) -> str:
+    """The line of a reply about one card."""
     return f"{name}'s card: {answer}"
 
 
 def ask_one(names: Sequence[str], answers: Sequence[str], place: int) -> Turn:
-    """Shows a row and asks for the card at a place."""
-    return Turn(shown(names) + TELL.format(names[place]), (told(names[place], answers[place]),))
+    """A turn that shows a row of cards and asks for the one at an index."""
+    return Turn(show(names) + TELL.format(names[place]), (card_line(names[place], answers[place]),))

@@ -1,4 +1,4 @@
-"""Rendered text: one of several printed characters is asked for."""
+"""Rendered text: the question asks for one of several printed characters."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ import numpy as np
 from PIL.Image import Image
 
 from foveakv.evaluation import cards
-from foveakv.evaluation.items import Task, Turn, register
+from foveakv.evaluation.items import Task, Turn
 from foveakv.evaluation.tasks.drawn import ask_one
 
 CARDS = 8
 
 
 def make(rng: np.random.Generator, split: str) -> tuple[tuple[Image, ...], tuple[Turn, ...]]:
+    """Draws one item: printed characters, and a question about one of them."""
     names = cards.names(rng, CARDS)
     characters = [cards.CHARACTERS[i] for i in rng.integers(len(cards.CHARACTERS), size=CARDS)]
-    pictures = tuple(cards.print_card(rng, character, split) for character in characters)
-    return pictures, (ask_one(names, characters, int(rng.integers(CARDS))),)
+    images = tuple(cards.print_card(rng, character, split) for character in characters)
+    return images, (ask_one(names, characters, int(rng.integers(CARDS))),)
 
 
-def register_all(split: str, mark: str) -> None:
-    register(Task(f"print{mark}", f"one of {CARDS} printed characters", functools.partial(make, split=split)))
+def build(split: str, suffix: str) -> list[Task]:
+    """The task for one split of the data; `suffix` ends its name."""
+    return [Task(f"print{suffix}", f"one of {CARDS} printed characters", functools.partial(make, split=split))]

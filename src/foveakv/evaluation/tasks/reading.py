@@ -1,4 +1,4 @@
-"""Attention moves over the pictures while decoding: a row or a grid read out, and the story of a long row."""
+"""Replies about all images, so that attention moves over them: a row or a grid read out, and a long row described."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ import functools
 import numpy as np
 from PIL.Image import Image
 
-from foveakv.evaluation.items import Task, Turn, register
-from foveakv.evaluation.tasks.drawn import row, told
+from foveakv.evaluation.items import Task, Turn
+from foveakv.evaluation.tasks.drawn import card_line, row
 from foveakv.models.embedded.samples import ALL_CARDS, STORY
 
 SHORT, GRID, LONG = 6, 9, 16
 
 
 def make_list(rng: np.random.Generator, count: int, split: str) -> tuple[tuple[Image, ...], tuple[Turn, ...]]:
-    """All digits in order; a grid is read row by row, each of its tiles a picture."""
-    pictures, _, digits, shown = row(rng, count, split)
-    return pictures, (Turn(shown + ALL_CARDS, tuple(digits), ", ", ordered=True, max_new_tokens=4 * count),)
+    """Draws one item: the reply lists all digits in order (a grid row by row, one image per tile)."""
+    images, _, digits, prompt = row(rng, count, split)
+    return images, (Turn(prompt + ALL_CARDS, tuple(digits), ", ", ordered=True, max_new_tokens=4 * count),)
 
 
 def make_story(rng: np.random.Generator, split: str) -> tuple[tuple[Image, ...], tuple[Turn, ...]]:
-    """Every card of a long row with its name, over a hundred tokens."""
-    pictures, names, digits, shown = row(rng, LONG, split)
-    facts = tuple(told(name, digit) for name, digit in zip(names, digits, strict=True))
-    return pictures, (Turn(shown + STORY, facts, max_new_tokens=10 * LONG),)
+    """Draws one item: the reply names every card of a long row, in over a hundred tokens."""
+    images, names, digits, prompt = row(rng, LONG, split)
+    facts = tuple(card_line(name, digit) for name, digit in zip(names, digits, strict=True))
+    return images, (Turn(prompt + STORY, facts, max_new_tokens=10 * LONG),)
 
 
-def register_all(split: str, mark: str) -> None:
-    for name, count, title in (
-        ("row", SHORT, f"a row of {SHORT} read out"),
-        ("reading", GRID, "a 3 x 3 grid read out"),
-    ):
-        register(Task(f"{name}{mark}", title, functools.partial(make_list, count=count, split=split)))
+def build(split: str, suffix: str) -> list[Task]:
+    """The tasks for one split of the data; `suffix` ends their names."""
+    lists = (("row", SHORT, f"a row of {SHORT} cards read out"), ("reading", GRID, "a 3 x 3 grid read out"))
     story = functools.partial(make_story, split=split)
-    register(Task(f"story{mark}", f"{LONG} cards told one after the other", story, long=True))
+    return [
+        *(Task(name + suffix, title, functools.partial(make_list, count=n, split=split)) for name, n, title in lists),
+        Task(f"story{suffix}", f"{LONG} cards described one after another", story, long=True),
+    ]

@@ -1,4 +1,4 @@
-"""Several questions about the same cards, one turn each: what the first question did not need may be gone."""
+"""Several questions about the same cards, one per turn: later ones may need what was evicted after the first."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ import functools
 import numpy as np
 from PIL.Image import Image
 
-from foveakv.evaluation.items import Task, Turn, register
-from foveakv.evaluation.tasks.drawn import row, told
+from foveakv.evaluation.items import Task, Turn
+from foveakv.evaluation.tasks.drawn import card_line, row
 from foveakv.models.embedded.samples import TELL
 
 CARDS, QUESTIONS = 8, 3
 
 
 def make(rng: np.random.Generator, split: str) -> tuple[tuple[Image, ...], tuple[Turn, ...]]:
-    pictures, names, digits, shown = row(rng, CARDS, split)
+    """Draws one item: a row of cards, and questions about some of them."""
+    images, names, digits, prompt = row(rng, CARDS, split)
     places = rng.permutation(CARDS)[:QUESTIONS]
-    questions = [Turn(TELL.format(names[i]), (told(names[i], digits[i]),)) for i in places]
-    first = Turn(shown + questions[0].text, questions[0].facts)
-    return pictures, (first, *questions[1:])
+    questions = [Turn(TELL.format(names[i]), (card_line(names[i], digits[i]),)) for i in places]
+    first = Turn(prompt + questions[0].text, questions[0].facts)
+    return images, (first, *questions[1:])
 
 
-def register_all(split: str, mark: str) -> None:
-    title = f"{QUESTIONS} questions about {CARDS} cards, a turn each"
-    register(Task(f"turns{mark}", title, functools.partial(make, split=split)))
+def build(split: str, suffix: str) -> list[Task]:
+    """The task for one split of the data; `suffix` ends its name."""
+    title = f"{QUESTIONS} questions about {CARDS} cards, one per turn"
+    return [Task(f"turns{suffix}", title, functools.partial(make, split=split))]

@@ -1,26 +1,27 @@
-"""What a report says in words: what was run, what the figures mean, what to beware of."""
+"""The texts of a report: what was run, what the figures mean, and warnings."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from foveakv.evaluation.figures import FULL_AT_LEAST
+from foveakv.evaluation.report.tables import budget_text
 from foveakv.evaluation.stratified import LEVEL
-from foveakv.evaluation.summary import FULL_AT_LEAST, Summary
-from foveakv.evaluation.tables import budget_text
+from foveakv.evaluation.summary import Summary
 
 MEANING = (
-    "Accuracy is the share of the facts asked for that a reply gets right, so 100% is all of them; the full cache is "
-    "the yardstick, and random tokens are the floor. Intervals are 95% bootstrap intervals over items, and differences "
-    "are taken on the same items."
+    "Accuracy is the share of the requested facts that a reply gets right. The full cache is the baseline, and random "
+    "tokens are the floor. Intervals are 95% bootstrap intervals over items, and differences use the same items."
 )
 
 _SHOWN = ("torch", "transformers", "foveakv", "python")
 
 
-def facts(summary: Summary, starts: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """Name and value of everything that a reader needs to repeat the run.
+def facts(summary: Summary, starts: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """(name, value) of everything that a reader needs to repeat the run.
 
-    starts: from run.json, one per time that the run was started or taken up again.
+    starts: from run.json, one entry per time that the run was started or resumed.
     """
     plan = summary.plan
     machines = [machine for start in starts for machine in start.get("machines", [])]
@@ -44,7 +45,7 @@ def facts(summary: Summary, starts: list[dict[str, Any]]) -> list[tuple[str, str
     ]
     times = [str(start["time"]) for start in starts if start.get("time")]
     if times:
-        again = f", taken up again {len(times) - 1} times, last {times[-1]}" if len(times) > 1 else ""
+        again = f", resumed {len(times) - 1} times, last {times[-1]}" if len(times) > 1 else ""
         found.append(("started", times[0] + again))
     commands = list(dict.fromkeys(str(start["command"]) for start in starts if start.get("command")))
     if commands:
@@ -52,21 +53,21 @@ def facts(summary: Summary, starts: list[dict[str, Any]]) -> list[tuple[str, str
     return found
 
 
-def warnings(summary: Summary, starts: list[dict[str, Any]] | None = None) -> list[str]:
-    """What makes the figures weaker than they look. Empty for a complete run on good tasks.
+def warnings(summary: Summary, starts: Sequence[dict[str, Any]] = ()) -> list[str]:
+    """What limits the figures. Empty for a complete run on tasks that rank.
 
     starts: as for `facts`.
     """
     found = []
-    mixed = _mixed([machine for start in starts or [] for machine in start.get("machines", [])])
+    mixed = _mixed([machine for start in starts for machine in start.get("machines", [])])
     if mixed:
-        found.append(f"Parts of this run were made differently: {'; '.join(mixed)}. Their figures may not compare.")
+        found.append(f"Parts of this run used different setups: {'; '.join(mixed)}. Figures may not be comparable.")
     cells = summary.cells.values()
     short = [cell for cell in cells if not cell.complete]
     if short:
         found.append(
             f"This run is incomplete: {len(short)} of {len(summary.cells)} cells (a task with a candidate) have fewer "
-            f"items than planned. The number of items is in every table, and differences use common items only."
+            f"items than planned. Every table has the number of items, and differences use common items only."
         )
     failed = sum(len(failure.cases) for failure in summary.failures)
     if failed:
@@ -74,7 +75,7 @@ def warnings(summary: Summary, starts: list[dict[str, Any]] | None = None) -> li
     for state in summary.states.values():
         found += [f"Task {state.name}: {reason}." for reason in state.reasons]
     if summary.full is None:
-        found.append("The full cache was not run, so nothing can be compared with it and nothing is ranked.")
+        found.append("The full cache was not run, so nothing is compared with it and nothing is ranked.")
     elif not summary.ranked:
         found.append("No task can rank methods, so there is no leaderboard.")
     if any(0 < cell.n < 20 for cell in cells):
@@ -83,21 +84,21 @@ def warnings(summary: Summary, starts: list[dict[str, Any]] | None = None) -> li
 
 
 def rules() -> list[str]:
-    """How the figures are made."""
+    """How the figures are computed."""
     return [
         f"A task ranks methods if the full cache gets at least {FULL_AT_LEAST:.0%} of its facts, and if the paired "
-        f"{LEVEL:.0%} interval of random at the smallest budget less full lies below 0. Other tasks are shown as well.",
-        "Leaderboards: means over the ranking tasks, each counting the same. The rank follows the relative change "
+        f"{LEVEL:.0%} interval of random at the smallest budget minus full is below 0. Other tasks are reported too.",
+        "Leaderboards: means over the ranking tasks with equal weights. The rank follows the relative change "
         "against full on the same items; equal changes share a rank. A method that lacks a ranking task has no rank.",
-        "An arrow and a colour mark differences whose interval excludes 0: ▲ above, ▼ below. No correction is made "
-        "for looking at many differences at once.",
+        "An arrow and a colour mark differences whose interval excludes 0: ▲ above, ▼ below. There is no correction "
+        "for multiple comparisons.",
         "Same leading tokens: the share of the full cache's reply tokens, counted from the first, that the method "
-        "gives as well. KL: mean divergence of the next-token distribution from the full cache's, over the scored "
+        "reproduces. KL: mean divergence of the next-token distribution from the full cache's, over the scored "
         "tokens of all items; 0 is equal.",
         "Stored and peak bytes: storage on the compute device as a share of a full cache's for the same tokens. Time "
-        "per token: median, over the items on which it was measured, of the time of a decoding step over the full "
-        "cache's on the same item. Times are noisy where other work runs on the machine.",
-        "Results with an error count nowhere but under Failures. An interval needs at least two items.",
+        "per token: median, over the items on which it was measured, of the time of a decoding step relative to the "
+        "full cache's on the same item. Times are noisy if other work runs on the machine.",
+        "Results with an error count only under Failures. An interval needs at least two items.",
     ]
 
 
@@ -110,7 +111,7 @@ def _results(summary: Summary) -> str:
     if failed:
         found.append(f"{failed:,} with an error")
     if skipped:
-        found.append(f"{skipped:,} where a method that drops visual tokens only met an item without a picture")
+        found.append(f"{skipped:,} not applicable (the method drops only visual tokens, and the item has no image)")
     return ", and ".join(found)
 
 
@@ -122,13 +123,13 @@ def _machine(machine: dict[str, Any]) -> str:
 
 
 def _mixed(machines: list[dict[str, Any]]) -> list[str]:
-    """What changed between the machines and starts of one run, in words: versions, and the model itself."""
+    """What differs between the machines and starts of one run, as texts: versions and the model."""
     found = []
     for name in _SHOWN:
         versions = dict.fromkeys((machine.get("versions") or {}).get(name) for machine in machines)
         if len(versions) > 1:
             found.append(f"{name} was {' and '.join(map(str, versions))}")
-    # Folders differ between machines; the last part of a name holds what tells models apart.
+    # Folders differ between machines; the last part of the name identifies the model.
     models = [machine["model"] for machine in machines if isinstance(machine.get("model"), dict)]
     for name, what in (("name", "the model"), ("revision", "the model's revision"), ("dtype", "the dtype")):
         values = dict.fromkeys(str(model.get(name)).rpartition("/")[2] for model in models)

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from foveakv.evaluation import headline
-from foveakv.evaluation.tables import Table, Text
-
-if TYPE_CHECKING:
-    from foveakv.evaluation.report import Report
+from foveakv.evaluation.report import headline
+from foveakv.evaluation.report.content import Report
+from foveakv.evaluation.report.tables import Table, Text
 
 _SPECIAL = str.maketrans({c: f"\\{c}" for c in "\\`*_{}[]<>#|~"})
 
 
-def write(report: Report) -> str:
-    """The whole report; plots are linked as files in `plots/`."""
+def render(report: Report) -> str:
+    """The report as Markdown text; plots are linked as files in `plots/`."""
     lines = [f"# {plain(report.title)}", "", headline.MEANING, ""]
     if report.warnings:
-        lines += ["**Beware:**", "", *(f"- {plain(line)}" for line in report.warnings), ""]
+        lines += ["**Warnings:**", "", *(f"- {plain(line)}" for line in report.warnings), ""]
     lines += [f"- {name}: {plain(value)}" for name, value in report.facts] + [""]
     for section in report.sections[:-1]:
         lines += [f"## {section.title}", "", *(line for text in section.lead for line in (plain(text), ""))]
-        lines += [line for p in section.pictures for line in (f"![{plain(p.title)}](plots/{p.name}.svg)", "")]
+        lines += [line for p in section.plots for line in (f"![{plain(p.title)}](plots/{p.name}.svg)", "")]
         for _, table in section.tables:
-            lines += ([f"### {plain(table.title)}", ""] if len(section.tables) > 1 else []) + render(table) + [""]
+            lines += ([f"### {plain(table.title)}", ""] if len(section.tables) > 1 else []) + table_lines(table) + [""]
     lines += ["## Failures", ""]
     for failure in report.summary.failures:
         lines += [f"{plain(failure.headline)}. {plain(failure.error)}", ""]
@@ -35,8 +31,8 @@ def write(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
-def render(table: Table) -> list[str]:
-    """Lines of a table and of its notes; marked cells are bold."""
+def table_lines(table: Table) -> list[str]:
+    """A table and its notes, line by line; marked cells are bold."""
     rule = [":---" if number in table.words else "---:" for number in range(len(table.columns))]
     lines = [_line([plain(column) for column in table.columns]), _line(rule)]
     lines += [_line([_cell(text) for text in row]) for row in table.rows]
@@ -46,7 +42,7 @@ def render(table: Table) -> list[str]:
 
 
 def plain(text: str) -> str:
-    """Text without line breaks in which nothing is markup."""
+    """The text on one line, with all Markdown markup escaped."""
     return " ".join(text.split()).translate(_SPECIAL)
 
 

@@ -1,4 +1,4 @@
-"""A report's tables as plain values, which the page, the Markdown file and the tests all read."""
+"""The tables of a report as plain values, for the page, the Markdown file and leaderboard.json."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 from foveakv.core.budget import Budget
 from foveakv.evaluation.bootstrap import Interval
+from foveakv.evaluation.figures import FLOOR, Board, Candidate, Cell, Differences
 from foveakv.evaluation.results import FULL
-from foveakv.evaluation.summary import FLOOR, Board, Candidate, Cell, Differences, Summary
+from foveakv.evaluation.summary import Summary
 from foveakv.util.texts import size_text
 
 NONE = "\u2013"  # an en dash: no figure
@@ -20,7 +21,7 @@ Kind = Literal["", "better", "worse", "muted"]
 
 @dataclass(frozen=True)
 class Text:
-    """A table's cell. small: stands behind it, quieter. kind: how it is marked. series: whose colour stands before."""
+    """A cell of a table. small: shown after it in grey. kind: how it is marked. series: shows its line sample first."""
 
     main: str
     small: str = ""
@@ -33,18 +34,21 @@ class Text:
 
 @dataclass(frozen=True)
 class Table:
-    """columns: their titles; the first is text, the others are numbers, right-aligned, unless `words` names them."""
+    """A table. columns: their titles. words: the columns of left-aligned text; all others are right-aligned numbers.
+
+    grid: a matrix, shown with narrow cells and the small part on a separate line.
+    """
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[Text, ...], ...]
     notes: tuple[str, ...] = ()
     words: frozenset[int] = frozenset({0})
-    grid: bool = False  # a matrix: narrow cells, the small part on a line of its own
+    grid: bool = False
 
 
 def budget_text(budget: Budget | None) -> str:
-    """10%, 1024 tokens, 512MiB."""
+    """A budget as text: 10%, 1,024 tokens, 536.9 MB."""
     if budget is None:
         return "no budget"
     if budget.kind == "ratio":
@@ -53,20 +57,22 @@ def budget_text(budget: Budget | None) -> str:
 
 
 def candidate_text(candidate: Candidate) -> Text:
-    """The series in a table whose title says the budget."""
+    """The series of a candidate, for tables whose title has the budget."""
     return Text(candidate.series, series=candidate.series)
 
 
 def number(value: float | None, digits: int = 2) -> str:
+    """A number with a fixed number of digits; a dash if unknown."""
     return NONE if value is None or math.isnan(value) else f"{value:.{digits}f}".replace("-", _MINUS)
 
 
 def percent(value: float | None, digits: int = 1) -> str:
+    """A share as percent, without the sign; a dash if unknown."""
     return NONE if value is None or math.isnan(value) else f"{_no_minus_zero(100 * value, digits):.{digits}f}"
 
 
 def signed(value: float, digits: int = 1) -> str:
-    """In percent (points), with a sign; a true minus, so that columns line up."""
+    """A share as signed percent (points), with a typographic minus so that columns line up."""
     if math.isnan(value):
         return NONE
     value = _no_minus_zero(100 * value, digits)
@@ -74,7 +80,7 @@ def signed(value: float, digits: int = 1) -> str:
 
 
 def small_number(value: float | None) -> str:
-    """For what runs over many powers of ten: 1.23, 0.045, 3.2e-5."""
+    """A number that may span many orders of magnitude: 1.23, 0.045, 3.2e-5."""
     if value is None or math.isnan(value):
         return NONE
     if value == 0:
@@ -86,11 +92,12 @@ def small_number(value: float | None) -> str:
 
 
 def accuracy(found: Interval) -> Text:
+    """A mean in percent with its interval."""
     return Text(percent(found.mean), f"[{percent(found.low)}, {percent(found.high)}]" if found.known else "")
 
 
 def change(found: Interval | None, *, mark: bool = True) -> Text:
-    """A difference; where the interval excludes 0 there is an arrow, and the cell is marked."""
+    """A difference with its interval; an arrow and a mark if the interval excludes 0."""
     if found is None or not found.n or math.isnan(found.mean):
         return Text(NONE, kind="muted")
     small = f"[{signed(found.low)}, {signed(found.high)}]" if found.known else ""
@@ -101,7 +108,7 @@ def change(found: Interval | None, *, mark: bool = True) -> Text:
 
 
 def items(cell: Cell) -> Text:
-    """How many items; where some are missing, of how many, and how many failed or are none for this method."""
+    """The number of items; if some are missing, of how many, and the number that failed or do not apply."""
     if cell.complete:
         return Text(str(cell.n), f"{cell.skipped} do not apply" if cell.skipped else "")
     failed = f", {cell.failed} failed" if cell.failed else ""
@@ -109,7 +116,7 @@ def items(cell: Cell) -> Text:
 
 
 def leaderboard(board: Board, summary: Summary) -> Table:
-    """Best first; the full cache leads without a rank."""
+    """The leaderboard at one budget, best first; the full cache is the first row, without a rank."""
     rows = []
     host = any(row.host for row in board.rows)
     for row in board.rows:
@@ -120,7 +127,7 @@ def leaderboard(board: Board, summary: Summary) -> Table:
         count = Text(str(row.n), "incomplete" if row.short or row.missing else "", "worse" if row.short else "")
         is_full = row.candidate.method == FULL
         rows.append((
-            name, rank, Text(percent(row.score)), Text(NONE, "yardstick", "muted") if is_full else change(row.change),
+            name, rank, Text(percent(row.score)), Text(NONE, "baseline", "muted") if is_full else change(row.change),
             Text(NONE, kind="muted") if row.floor is None else change(row.floor), count,
             Text(percent(row.stored)), *([Text(size_text(row.host or 0))] if host else []), Text(number(row.time)),
         ))  # fmt: skip
@@ -145,6 +152,7 @@ def leaderboard(board: Board, summary: Summary) -> Table:
 
 
 def task_states(summary: Summary) -> Table:
+    """Every task: whether it ranks methods, and why not."""
     rows = []
     for state in summary.states.values():
         use = "ranks methods" if state.ranked else "not used to rank"
@@ -154,7 +162,7 @@ def task_states(summary: Summary) -> Table:
             Text(use, kind="" if state.ranked else "worse"), Text("; ".join(state.reasons)),
         ))  # fmt: skip
     labels = {state.floor_label for state in summary.states.values() if state.floor_label}
-    floor = f"{' / '.join(sorted(labels))} less full, points" if labels else "random less full, points"
+    floor = f"{' / '.join(sorted(labels))} minus full, points" if labels else "random minus full, points"
     return Table(
         "Tasks",
         ("task", "full cache, accuracy %", "items", floor, "use", "why"),
@@ -164,7 +172,7 @@ def task_states(summary: Summary) -> Table:
 
 
 def task_table(summary: Summary, task: str, budget: Budget | None) -> Table:
-    """All figures of one task at one budget, the best first; the full cache leads."""
+    """All figures of one task at one budget, best first; the full cache is the first row."""
     candidates = sorted(summary.at(budget), key=lambda c: _worst_last(summary.cells[task, c.label]))
     cells = [summary.cells[task, c.label] for c in ([summary.full] if summary.full else []) + candidates]
     likelihood = any(cell.log_likelihood is not None for cell in cells)
@@ -190,7 +198,7 @@ def task_table(summary: Summary, task: str, budget: Budget | None) -> Table:
 
 
 def matrix(found: Differences, title: str, names: dict[str, str]) -> Table:
-    """Row less column. A marked cell's interval excludes 0."""
+    """Pairwise differences, row minus column. Marked cells have an interval that excludes 0."""
     rows = []
     for i, label in enumerate(found.labels):
         cells = [Text("", kind="muted") if i == j else change(found.at(i, j)) for j in range(len(found.labels))]
@@ -203,15 +211,15 @@ def matrix(found: Differences, title: str, names: dict[str, str]) -> Table:
         notes.append(f"pairs have {min(counts)} to {max(counts)} common items")
     marked = sum(pair.excludes(0) for pair in found.pairs.values())
     notes.append(
-        f"{marked} of {len(found.pairs)} pairs are marked; about {0.05 * len(found.pairs):.0f} would be by chance "
-        "alone if all methods were the same"
+        f"{marked} of {len(found.pairs)} pairs are marked; about {0.05 * len(found.pairs):.0f} would be marked by "
+        "chance if all methods were equal"
     )
-    return Table(title, ("row less column, points", *(names[label] for label in found.labels)), tuple(rows),
+    return Table(title, ("row minus column, points", *(names[label] for label in found.labels)), tuple(rows),
                  tuple(notes), grid=True)  # fmt: skip
 
 
 def chunks(summary: Summary) -> Table | None:
-    """What methods with a store fetched, over all items of all tasks; None where none did."""
+    """What methods with a backing store retrieved, over all items of all tasks; None if none did."""
     rows = []
     for candidate in sorted(summary.candidates, key=lambda c: (c.series, c.place)):
         cells = [summary.cells[task, candidate.label] for task in summary.tasks]
@@ -226,14 +234,14 @@ def chunks(summary: Summary) -> Table | None:
             Text(f"{slots / count:,.0f}"), Text(percent(hits / slots)), Text(size_text(host / count)),
         ))  # fmt: skip
     columns = (
-        "method", "budget", "items", "slots chosen from the store, per item",
-        "of these chosen by the step before too, %", "host bytes per item",
+        "method", "budget", "items", "slots retrieved per item",
+        "of these also retrieved by the previous step, %", "host bytes per item",
     )  # fmt: skip
-    return Table("Chunks fetched", columns, tuple(rows)) if rows else None
+    return Table("Chunks retrieved", columns, tuple(rows)) if rows else None
 
 
 def leaderboard_json(summary: Summary) -> dict[str, Any]:
-    """All boards and cells as plain values; a figure that is not there is null."""
+    """All leaderboards and cells as plain values for JSON; missing figures are null."""
     return {
         "plan": summary.plan.to_dict(),
         "ranking_tasks": summary.ranked,
