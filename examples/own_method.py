@@ -1,0 +1,55 @@
+"""A method of your own in forty lines: it keeps all text and the visual tokens with the shortest keys.
+
+As a script it answers one prompt with it; every command takes the same file as a plugin:
+
+python examples/own_method.py
+foveakv --plugin examples/own_method.py compare --sample 8 --methods keynorm,snapkv --budgets 0.2
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from foveakv.core.budget import parse_budget
+from foveakv.methods import Method, PrefillView, keep_top, register
+
+
+@register
+@dataclass
+class KeyNorm(Method):
+    """Keep all text and, per KV head, the visual tokens with the shortest keys."""
+
+    budget: float | int | str = 0.2
+
+    name: ClassVar[str] = "keynorm"
+    visual_only: ClassVar[bool] = True  # a prompt without images is then an error, not a silent no-op
+
+    def __post_init__(self) -> None:
+        parse_budget(self.budget)  # a bad budget fails here, not in the middle of a run
+
+    def prefill(self, view: PrefillView) -> torch.Tensor:
+        """Called for each layer at the end of its prefill; returns what to keep, bool [B, H, C]."""
+        visual = view.prompt.visual  # [B, C]
+        text = view.prompt.text  # [B, C], padding is neither
+        room = self.budget_tokens(view.cache, self.budget) - text.sum(-1)  # [B] tokens per head
+        score = -view.keys.norm(dim=-1)  # [B, H, C]
+        score = score.masked_fill(~visual[:, None], -torch.inf)  # -inf is never kept
+        return keep_top(score, room.clamp_min(0)[:, None]) | text[:, None]
+
+
+def main() -> None:
+    import foveakv
+
+    model, processor = foveakv.load("demo")
+    sample = foveakv.sample_prompt(8, ask=2)
+    inputs = foveakv.build_inputs(processor, sample.text, sample.images, model=model)
+    with foveakv.compress(model, KeyNorm(budget=0.5)) as session:
+        output = model.generate(**inputs, max_new_tokens=4, do_sample=False)
+    reply = processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    print(f"{sample.question}{reply.strip()} (expected {sample.answer})")
+    print(session.report)
+
+
+if __name__ == "__main__":
+    main()
