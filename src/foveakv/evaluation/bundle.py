@@ -24,7 +24,9 @@ def fits(cache: CompressedCache) -> bool:
     """Whether a cache can be a row: its prompt is in, all of its layers are compressed, and positions are counted from
     what it has seen alone (M-RoPE models keep offsets per prompt)."""
     whole = len(cache.compressed) == len(cache.layers)
-    return whole and cache.prefilled and cache.preallocated is None and all(state is None for state in cache.model_state)
+    return (
+        whole and cache.prefilled and cache.preallocated is None and all(state is None for state in cache.model_state)
+    )
 
 
 class Bundle(compat.Cache):

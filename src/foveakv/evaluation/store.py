@@ -102,7 +102,7 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     try:
-        return list(schema.read(_Run, schema.load_object(path)).starts)
+        return [{**start} for start in schema.read(_Run, schema.load_object(path)).starts]
     except InputError as error:
         raise InputError(
             f"{_located(path, error)}; delete the file to continue without machines and versions"

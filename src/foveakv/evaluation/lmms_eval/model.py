@@ -18,12 +18,14 @@ from lmms_eval.models.model_utils.gen_metrics import log_metrics
 from lmms_eval.protocol import ChatMessages
 from tqdm import tqdm  # type: ignore[import-untyped]
 
-import foveakv
+from foveakv import __version__
 from foveakv.engines.transformers import compat
+from foveakv.engines.transformers.session import compress
 from foveakv.errors import InputError, UnsupportedModeError
 from foveakv.evaluation.lmms_eval import arguments
 from foveakv.evaluation.lmms_eval.prompts import batch_inputs
 from foveakv.evaluation.lmms_eval.records import Records
+from foveakv.models import load
 from foveakv.util import files
 
 MAX_NEW_TOKENS = 1024
@@ -84,7 +86,7 @@ class FoveaKV(Huggingface):
         if self._world_size > 1 and torch.cuda.is_available():
             device = f"cuda:{self.accelerator.local_process_index}"
         options = {"attn_implementation": attn_implementation, "revision": revision}
-        self._model, self.processor = foveakv.load(
+        self._model, self.processor = load(
             str(pretrained),
             dtype=dtype,
             device=device,
@@ -109,7 +111,7 @@ class FoveaKV(Huggingface):
     def _session(self) -> Any:
         if self.arguments.method is None:
             return nullcontext()
-        return foveakv.compress(self._model, self.arguments.method, **self.arguments.compress)
+        return compress(self._model, self.arguments.method, **self.arguments.compress)
 
     def _head(self, pretrained: str) -> dict[str, Any]:
         method = self.arguments.method
@@ -121,7 +123,7 @@ class FoveaKV(Huggingface):
             "batch_size": self.batch_size_per_gpu,
             "dtype": str(self._model.dtype).removeprefix("torch."),
             "device": str(self._model.device),
-            "foveakv": foveakv.__version__,
+            "foveakv": __version__,
             "transformers": compat.VERSION,
         }
 
