@@ -16,7 +16,8 @@ _HOME = {
     "CompressedCache": "foveakv.engines.transformers.cache",
     "Report": "foveakv.engines.transformers.report",
     "load": "foveakv.models",
-    "build_inputs": "foveakv.models.inputs",
+    "build_inputs": "foveakv.models",
+    "read_images": "foveakv.models",
     "sample_prompt": "foveakv.models.embedded",
     "Method": "foveakv.methods",
     "Full": "foveakv.methods.full",
@@ -67,6 +68,7 @@ __all__ = [
     "cache_for",
     "compress",
     "load",
+    "read_images",
     "sample_prompt",
 ]
 
@@ -95,6 +97,7 @@ if TYPE_CHECKING:
     from foveakv.methods.streaming import Streaming
     from foveakv.methods.vlcache import VLCache
     from foveakv.models.embedded import sample_prompt
+    from foveakv.models.images import read_images
     from foveakv.models.inputs import build_inputs
     from foveakv.models.loading import load
 

@@ -35,6 +35,10 @@ class InputError(FoveaKVError, ValueError):
     """A prompt or an image that cannot be used: missing file, corrupt picture, wrong number of image tokens."""
 
 
+class OutputError(FoveaKVError, OSError):
+    """A file that cannot be written: a full disk, a read-only or missing folder, a folder in place of a file."""
+
+
 class StoreError(FoveaKVError, OSError):
     """The backing store on disk cannot be written."""
 

@@ -75,4 +75,4 @@ def test_the_command(tmp_path: Path) -> None:
     assert load_head_scores(out).shape == (4, 2)
     result = CliRunner().invoke(app, f"analyze visual-heads --out {tmp_path / 'scores.txt'}".split())
     assert result.exit_code == 2
-    assert "ends in .json or .safetensors" in result.output
+    assert "is named .json or .safetensors" in result.output

@@ -69,7 +69,7 @@ def test_heads(given: list[Any], tmp_path: Path) -> None:
         "analyze", "heads", *given, "--prompt", "What differs?", "--prompt", "Costs $1, or $2?", "--set", "theta=0.5",
         "--set", "window=4", "--set", "budget=0.5", *options,
     )  # fmt: skip
-    assert "4 layers x 2 KV heads; top-5% mass S, static from 0.5" in text
+    assert "4 layers x 2 KV heads; S: attention of the top 5%; static from 0.5" in text
     assert "of the heads have one type for all prompts" in text
     data = json.loads(out.read_text())
     assert [prompt["label"] for prompt in data["prompts"]] == ["What differs?", "Costs $1, or $2?"]
@@ -104,7 +104,7 @@ def test_eviction(given: list[Any], tmp_path: Path) -> None:
         "analyze", "eviction", *given, "--prompt", "What differs?", "--bins", "2,4,99", "-n", 11, *options,
     )  # fmt: skip
     assert "10 decode steps" in text
-    assert "D = 99: never full in so few steps" in text
+    assert "D = 99: never full in this number of steps" in text
     data = json.loads(out.read_text())
     assert [(r["size"], r["matched"]) for r in data["results"][:2]] == [(2, "steady size"), (2, "peak")]
     assert data["settings"]["bins"] == [2, 4, 99]
@@ -154,18 +154,18 @@ def test_show_every_layer_and_the_mean(given: list[Any], tmp_path: Path) -> None
     (("analyze", "heads"), "give either --prompt (with --image) or --sample N"),
     (("analyze", "heads", "-p", "x", "--sample", 2), "give either --prompt"),
     (("analyze", "heads", "--sample", 2, "-m", "other"), "--sample is a prompt of the embedded model"),
-    (("analyze", "heads", "-p", "x", "--ask", 0), "choose among sample prompts"),
-    (("analyze", "heads", "--sample", 2, "--ask", 2), "ask is a card from 0 to 1"),
+    (("analyze", "heads", "-p", "x", "--ask", 0), "belong to sample prompts"),
+    (("analyze", "heads", "--sample", 2, "--ask", 2), "ask is the index of a card, 0 to 1"),
     (("analyze", "heads", "--sample", 2, "--sample-kind", "song"), "no sample cards of kind 'song'"),
     (("analyze", "heads", "-p", "x", "--set", "tehta=1"), "did you mean 'theta'"),
-    (("analyze", "heads", "-p", "x", "--plot", "plot.doc"), "the name of a picture ends in"),
+    (("analyze", "heads", "-p", "x", "--plot", "plot.doc"), "the name of a plot ends in"),
     (("analyze", "sparsity", "-p", "x", "--set", "ddes=0", "--set", "dap=0"), "leaves nothing to do"),
     (("analyze", "eviction", "-p", "x", "--bins", "2,b"), "expected whole numbers"),
     (("analyze", "eviction", "-p", "x", "--bins", "1,2"), "1 is greedy eviction"),
     (("analyze", "eviction", "-p", "x", "--budget", "1.5"), "1.5 is over 100%"),
     (("analyze", "eviction", "-p", "x", "--budget", "3MB"), "not bytes"),
-    (("show", "-p", "x"), "say where the result goes"),
-    (("show", "-p", "x", "--out", "o.png"), "no picture to show"),
+    (("show", "-p", "x"), "there is no output file"),
+    (("show", "-p", "x", "--out", "o.png"), "no image to show"),
     (("show", "--sample", 2, "--out", "o.png", "--method", "nope"), "unknown method 'nope'"),
 ])  # fmt: skip
 def test_mistakes_are_found_before_the_model_is_loaded(

@@ -15,8 +15,9 @@ import tiny_folder
 from typer.testing import CliRunner, Result
 
 from foveakv.cli import app
-from foveakv.cli.settings import parse_assignments, parse_value, type_text
+from foveakv.cli.settings import parse_assignments
 from foveakv.errors import MethodError
+from foveakv.util.values import parse_value, type_text
 
 
 @pytest.fixture(scope="module")
@@ -147,13 +148,13 @@ def test_method_mistakes_are_found_before_the_model_is_loaded(args: tuple[str, .
     assert message in fail("generate", "--model", "no/such/model", "--prompt", "Hm?", *args)
 
 
-def test_picture_mistakes_are_found_before_the_model_is_loaded(tmp_path: Path) -> None:
+def test_image_mistakes_are_found_before_the_model_is_loaded(tmp_path: Path) -> None:
     common = ("generate", "--model", "no/such/model", "--prompt", "Hm?", "--image")
     assert "image file not found: " in fail(*common, tmp_path / "gone.png")
     cut = tmp_path / "cut.png"
     tiny_folder.picture(size=(200, 200)).save(cut)
     cut.write_bytes(cut.read_bytes()[:2000])
-    assert f"{cut} is damaged or cut short" in fail(*common, cut)
+    assert f"{cut} is damaged or truncated" in fail(*common, cut)
     assert "is a folder; give the name of a file" in fail(*common[:-1], "--json", tmp_path)
 
 
@@ -244,7 +245,7 @@ def test_compare_goes_on_when_one_method_fails(folder: Path, tmp_path: Path) -> 
     ((), "give either --prompt (with --image) or --sample N"),
     (("--prompt", "x", "--sample", "4"), "give either --prompt"),
     (("--sample", "4", "--model", "other"), "--sample is a prompt of the embedded model"),
-    (("--prompt", "x", "--kept-png", "kept.png"), "--kept-png needs pictures"),
+    (("--prompt", "x", "--kept-png", "kept.png"), "--kept-png needs images"),
 ])  # fmt: skip
 def test_compare_mistakes(args: tuple[str, ...], message: str) -> None:
     assert message in fail("compare", *args)

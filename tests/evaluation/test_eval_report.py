@@ -310,7 +310,7 @@ def test_command(tmp_path: Path) -> None:
     import typer
     from typer.testing import CliRunner
 
-    from foveakv.cli.eval_report import report as command
+    from foveakv.cli.eval.report import report as command
 
     app = typer.Typer()
     app.command()(command)

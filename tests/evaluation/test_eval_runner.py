@@ -23,7 +23,7 @@ from typer.core import TyperGroup
 from typer.testing import CliRunner
 
 from foveakv.cli import app
-from foveakv.cli.eval import parse_candidate
+from foveakv.cli.settings import parse_candidate
 from foveakv.errors import FoveaKVError, InputError, MethodError, MissingDependencyError, ModelLoadError
 from foveakv.evaluation import runner
 from foveakv.evaluation.ray_pool import share
@@ -355,7 +355,7 @@ def test_command_stopped(tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(runner, "run", stopped)
     result = command("--tasks", "fake-a", "--out", tmp_path / "run", "--model", log)
     assert result.exit_code == 130
-    assert "the same command goes on with it" in result.stderr
+    assert "the same command resumes the run" in result.stderr
 
 
 def test_candidates_by_name() -> None:

@@ -164,7 +164,7 @@ def test_an_unknown_bound_is_null_in_the_file(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, command.split())
     assert result.exit_code == 0, result.output
     assert "nan" not in result.stdout
-    assert "# snapkv: too few tokens to tell. 3 were judged" in result.stdout
+    assert "# snapkv: too few tokens. 3 were compared" in result.stdout
     tried = json.loads(out.read_text(), parse_constant=pytest.fail)["methods"][0]["tried"][0]
     assert (tried["prompts"], tried["loss_upper"]) == (1, None)
 
@@ -177,7 +177,7 @@ def test_the_command(tmp_path: Path) -> None:
     command = f"tune --model {model} --data {data} --methods snapkv --budgets 0.9,0.3 -n 4 --max-loss 0.9 --json {out}"
     result = CliRunner().invoke(app, [*command.split(), "--set", "snapkv.window=4"])
     assert result.exit_code == 0, result.output
-    assert "3 prompts are few" in result.output
+    assert "only 3 prompts" in result.output
     assert 'foveakv.methods.get("snapkv", window=4, budget=' in result.output
     tried = json.loads(out.read_text())["methods"][0]["tried"]
     assert [entry["budget"] for entry in tried] == [0.9, 0.3]

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from foveakv import methods
-from foveakv.cli.settings import _choices, build_method, field_types
+from foveakv.cli.settings import build_method
 from foveakv.errors import FoveaKVError, MethodError
+from foveakv.util.values import _choices, field_types
 
 WHOLE = [2.5, math.nan, "many", True, [1], -1]
 NUMBER = [math.nan, math.inf, "half", [0.5], -1]

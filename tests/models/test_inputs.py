@@ -12,7 +12,8 @@ import torch
 from PIL import Image
 
 from foveakv.errors import InputError
-from foveakv.models.inputs import _split, build_inputs, read_image
+from foveakv.models.images import read_image
+from foveakv.models.inputs import _split, build_inputs
 
 IMAGE_TOKENS = 16
 
@@ -62,7 +63,7 @@ def test_text_without_pictures(plain: Any, chat: Any) -> None:
 
 def test_a_tokenizer_alone_takes_text_and_no_pictures(plain: Any) -> None:
     assert build_inputs(plain.tokenizer, "Hello")["input_ids"].shape == (1, 5)
-    with pytest.raises(InputError, match=r"takes no pictures, and 1 were given"):
+    with pytest.raises(InputError, match=r"takes no images, and 1 were given"):
         build_inputs(plain.tokenizer, "Hello", [tiny_folder.picture()])
 
 
@@ -114,7 +115,7 @@ def test_folder_in_place_of_a_file(tmp_path: Path) -> None:
 def test_file_that_is_no_picture(tmp_path: Path) -> None:
     file = tmp_path / "notes.png"
     file.write_text("just text")
-    with pytest.raises(InputError, match=r"notes\.png is not a picture"):
+    with pytest.raises(InputError, match=r"notes\.png is not an image"):
         read_image(file)
 
 
@@ -123,7 +124,7 @@ def test_truncated_picture(tmp_path: Path, suffix: str) -> None:
     file = tmp_path / f"cut.{suffix}"
     tiny_folder.picture(size=(200, 200)).save(file)
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-    with pytest.raises(InputError, match=rf"cut\.{suffix} is damaged or cut short"):
+    with pytest.raises(InputError, match=rf"cut\.{suffix} is damaged or truncated"):
         read_image(file)
 
 

@@ -1,5 +1,5 @@
-"""The command line. Commands import torch and transformers when they run, so that `foveakv --help` answers at once."""
+"""The command line. Commands import torch and transformers when they run, so `foveakv --help` starts fast."""
 
-from foveakv.cli.app import app
+from foveakv.cli.app import app, main
 
-__all__ = ["app"]
+__all__ = ["app", "main"]

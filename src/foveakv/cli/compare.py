@@ -1,4 +1,4 @@
-"""`foveakv compare`: several methods and budgets on one prompt, in one table."""
+"""`foveakv compare`: run several methods and budgets on one prompt and print one table."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from rich.markup import escape
 
 from foveakv.cli import common
 from foveakv.cli.common import (
+    AllowUrlsOption,
     DebugOption,
     DeviceOption,
     DtypeOption,
+    IgnoreEosOption,
     ImagesOption,
     KVDtypeOption,
     ModelOption,
@@ -23,6 +25,7 @@ from foveakv.cli.common import (
     TokensOption,
     TrustOption,
 )
+from foveakv.cli.prompts import load_images
 from foveakv.errors import InputError
 from foveakv.util import files
 
@@ -32,16 +35,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class _Task:
-    """A prompt with its pictures and, where it is known, the right answer."""
+    """A prompt with its images and, if known, the right answer. captions: one per image."""
 
     text: str
-    pictures: Sequence[Any]
+    images: Sequence[Any]
     captions: Sequence[str]
     question: str
     expected: str | None = None
 
     @classmethod
     def of_sample(cls, images: int, kind: str, ask_all: bool) -> _Task:
+        """A sample prompt of the embedded model. InputError: there is no such sample."""
         from foveakv.models.embedded import sample_prompt
 
         sample = sample_prompt(images, kind=kind, ask=-1 if ask_all else None)
@@ -52,66 +56,64 @@ class _Task:
 def compare(
     model: ModelOption = "demo",
     image: ImagesOption = None,
+    allow_urls: AllowUrlsOption = False,
     prompt: PromptOption = None,
     sample: Annotated[
-        int | None, typer.Option(min=1, help="Use the embedded model's sample prompt with this many pictures instead.")
+        int | None, typer.Option(min=1, help="Use the embedded model's sample prompt with N images instead.")
     ] = None,
-    sample_kind: Annotated[str, typer.Option(help="What the sample pictures show: digit, number or word.")] = "digit",
+    sample_kind: Annotated[str, typer.Option(help="What the sample images show: digit, number or word.")] = "digit",
     ask_all: Annotated[
-        bool, typer.Option("--ask-all", help="Ask the sample prompt about all pictures, not one.")
+        bool, typer.Option("--ask-all", help="Ask for all cards of the sample prompt, not for one.")
     ] = False,
     methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "full,hae,hybridkv,snapkv,random",
     budgets: Annotated[
         str, typer.Option(help="Budgets, separated by commas, for the methods that take one.")
     ] = "0.1,0.2",
     set_: Annotated[
-        list[str] | None, typer.Option("--set", help="A setting as method.key=value; repeat it for more.")
+        list[str] | None, typer.Option("--set", help="An option as method.key=value. Repeat it for several.")
     ] = None,
     kv_dtype: KVDtypeOption = None,
     residual_length: ResidualLengthOption = 32,
     max_new_tokens: TokensOption = 32,
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of every method; times are medians.")] = 1,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Generate all tokens, past the end of the answer.")
-    ] = False,
-    json: Annotated[Path | None, typer.Option("--json", help="Write all figures here.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw agreement, bytes and times into this PNG.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of runs per method; times are medians.")] = 1,
+    ignore_eos: IgnoreEosOption = False,
+    json: Annotated[Path | None, typer.Option("--json", help="Write all figures to this JSON file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw agreement, bytes and times into this image file.")] = None,
     kept_png: Annotated[
-        Path | None, typer.Option("--kept-png", help="Draw which patches every method kept into this PNG.")
+        Path | None, typer.Option("--kept-png", help="Draw which patches every method keeps into this image file.")
     ] = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     trust_remote_code: TrustOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Run methods side by side with transformers' own cache: answers, bytes and times.
+    """Compare methods with the plain model: answers, bytes and times.
 
-    The first row, `transformers`, is the plain model; `full` is the full cache through this project's attention.
+    The first row, `transformers`, is the plain model with its own cache; `full` is an uncompressed cache of foveakv.
 
     Example: foveakv compare --sample 8 --methods full,hybridkv,snapkv --budgets 0.1,0.2 --kept-png kept.png
     """
     from foveakv.cli.settings import parse_candidates, split_names
     from foveakv.engines.transformers.options import CacheOptions
     from foveakv.evaluation.compare import compare as run
-    from foveakv.models.inputs import build_inputs, read_images
+    from foveakv.models.inputs import build_inputs
 
     files.check_output_files(json, plot, kept_png)
-    common.check_pictures(plot, kept_png)
+    common.check_plot_files(plot, kept_png)
     if (sample is None) == (prompt is None):
         raise InputError("give either --prompt (with --image) or --sample N")
     if sample is not None and (model != "demo" or image):
         raise InputError("--sample is a prompt of the embedded model: leave --image out, and --model too (or say demo)")
     if kept_png is not None and not (image or sample):
-        raise InputError("--kept-png needs pictures: give --image or --sample")
-    CacheOptions(kv_dtype=kv_dtype, residual_length=residual_length)  # raises where the values are invalid
+        raise InputError("--kept-png needs images: give --image or --sample")
+    CacheOptions(kv_dtype=kv_dtype, residual_length=residual_length)  # raises if they are invalid
     chosen = parse_candidates(split_names(methods, "methods"), split_names(budgets, "budgets"), set_ or [])
     if sample is not None:
         task = _Task.of_sample(sample, sample_kind, ask_all)
     else:
-        names = image or []
-        task = _Task(prompt or "", read_images(names), [Path(name).name for name in names], prompt or "")
+        task = _Task(prompt or "", *load_images(image, allow_urls), prompt or "")
     loaded = common.load_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    inputs = build_inputs(loaded.processor, task.text, task.pictures, model=loaded.model)
+    inputs = build_inputs(loaded.processor, task.text, task.images, model=loaded.model)
     tokenizer = getattr(loaded.processor, "tokenizer", loaded.processor)
     with common.messages().status("warming up") as status:
         result = run(
@@ -153,7 +155,5 @@ def _write(result: Comparison, task: _Task, json: Path | None, plot: Path | None
 
         title = task.question + ("" if task.expected is None else f"   (expected: {task.expected})")
         with files.replacing(kept_png) as temporary:
-            draw_kept(temporary, task.pictures, result, captions=task.captions, title=title)
-    for path in (json, plot, kept_png):
-        if path is not None:
-            common.say_written(path)
+            draw_kept(temporary, task.images, result, captions=task.captions, title=title)
+    common.say_written(json, plot, kept_png)

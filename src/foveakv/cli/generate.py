@@ -1,4 +1,4 @@
-"""`foveakv generate`: one prompt with one method; the answer as it comes, then the report."""
+"""`foveakv generate`: answer one prompt with one method, then print the report."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ import typer
 
 from foveakv.cli import common
 from foveakv.cli.common import (
+    AllowUrlsOption,
+    BudgetOption,
     DebugOption,
     DeviceOption,
     DtypeOption,
     ImagesOption,
     KVDtypeOption,
+    MethodOption,
     ModelOption,
     ResidualLengthOption,
     TokensOption,
     TrustOption,
 )
+from foveakv.cli.prompts import SetOption, load_images
 from foveakv.util import files
 
 
@@ -28,31 +32,29 @@ def generate(
     prompt: Annotated[
         str,
         typer.Option(
-            "--prompt", "-p", help="The question. `<image>` marks where each picture goes; else they come first."
+            "--prompt",
+            "-p",
+            help="The question. `<image>` marks the place of each image; without it, images come first.",
         ),
     ],
     model: ModelOption = "demo",
     image: ImagesOption = None,
-    method: Annotated[str, typer.Option(help="A method, see `foveakv methods`.")] = "hybridkv",
-    budget: Annotated[
-        str | None,
-        typer.Option("--budget", "-b", help="0.1, 10% (of the prompt), 1024 (tokens per head), 512MiB (whole cache)."),
-    ] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="A setting of the method as key=value; repeat it for more.")
-    ] = None,
+    allow_urls: AllowUrlsOption = False,
+    method: MethodOption = "hybridkv",
+    budget: BudgetOption = None,
+    set_: SetOption = None,
     kv_dtype: KVDtypeOption = None,
     residual_length: ResidualLengthOption = 32,
     max_new_tokens: TokensOption = 256,
     json: Annotated[
-        Path | None, typer.Option("--json", help="Write the answer, the report and the versions here.")
+        Path | None, typer.Option("--json", help="Write answer, report and versions to this JSON file.")
     ] = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     trust_remote_code: TrustOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Answer one question about pictures with a compressed cache, and report what was kept.
+    """Answer one question about images with a compressed cache, and report what was kept.
 
     Example: foveakv generate --image a.png --image b.png --prompt "What differs?" --method hybridkv --budget 0.1
     """
@@ -61,16 +63,16 @@ def generate(
     from foveakv.engines.transformers.options import CacheOptions
     from foveakv.engines.transformers.session import compress
     from foveakv.evaluation import environment
-    from foveakv.models.inputs import build_inputs, read_images
+    from foveakv.models.inputs import build_inputs
 
-    # Everything that can be wrong with the command line is found before the model is loaded.
+    # The command line is checked before the model is loaded.
     files.check_output_files(json)
     chosen = build_method(method, budget, set_ or [])
     options = CacheOptions(kv_dtype=kv_dtype, residual_length=residual_length)
     options.check(chosen)
-    pictures = read_images(image or [])
+    images, _ = load_images(image, allow_urls)
     loaded = common.load_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    inputs = build_inputs(loaded.processor, prompt, pictures, model=loaded.model)
+    inputs = build_inputs(loaded.processor, prompt, images, model=loaded.model)
     tokenizer = getattr(loaded.processor, "tokenizer", loaded.processor)
     started = time.perf_counter()
     with compress(loaded.model, chosen, options=options) as session:

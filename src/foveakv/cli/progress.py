@@ -1,4 +1,4 @@
-"""What `generate` shows while it works: a bar over the decoder's layers during prefill, then the answer as it comes."""
+"""Progress of `foveakv generate`: a bar during prefill, then the answer as it is generated."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from foveakv.util.texts import printable
 
 
 class PrefillBar:
-    """A bar that moves with every decoder layer of the first forward pass and goes away after the last one.
+    """A bar over the decoder layers of the first forward pass, removed after the last one. A context manager.
 
-    Before the first layer the vision tower runs; the bar stands still then. On a file or pipe nothing is shown.
+    While the vision tower runs the bar stays at zero. Nothing is shown if stderr is not a terminal.
     """
 
     def __init__(self, model: Any) -> None:
@@ -57,10 +57,11 @@ class PrefillBar:
 
 
 class EchoStreamer(TextStreamer):
-    """Writes the answer to stdout piece by piece and remembers it."""
+    """Writes the answer to stdout as it is generated, without control characters."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        """Called by transformers with the next piece of text."""
         typer.echo(printable(text), nl=stream_end)

@@ -1,4 +1,4 @@
-"""One or several prompts as the analyses take them: `--prompt` with `--image`, or the embedded model's samples."""
+"""Prompts of the analyses: `--prompt` with `--image`, or sample prompts of the embedded model."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from foveakv.util import files
 
 PromptsOption = Annotated[
     list[str] | None,
-    typer.Option("--prompt", "-p", help="A question; repeat it for several. `<image>` marks where each picture goes."),
+    typer.Option("--prompt", "-p", help="A question. `<image>` marks the place of each image. Repeat it for several."),
 ]
 SamplesOption = Annotated[
     list[int] | None,
-    typer.Option("--sample", min=1, help="The embedded model's prompt with this many pictures; repeat it for more."),
+    typer.Option("--sample", min=1, help="The embedded model's sample prompt with N images. Repeat it for several."),
 ]
 KindsOption = Annotated[
     list[str] | None,
-    typer.Option(help="What sample pictures show: digit (default), number or word; repeat it for several."),
+    typer.Option(help="What the sample images show: digit (default), number or word. Repeat it for several."),
 ]
 AskOption = Annotated[
     list[int] | None,
-    typer.Option(help="The sample card that is asked for, from 0, -1 for all; repeat it for several."),
+    typer.Option(help="Index of the sample card to ask for, -1 for all. Repeat it for several."),
 ]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Write all figures here.")]
-CsvOption = Annotated[Path | None, typer.Option("--csv", help="Write the figures here as a table.")]
-PlotOption = Annotated[Path | None, typer.Option("--plot", help="Draw them into this picture.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Write all figures to this JSON file.")]
+CsvOption = Annotated[Path | None, typer.Option("--csv", help="Write the figures to this CSV file.")]
+PlotOption = Annotated[Path | None, typer.Option("--plot", help="Draw the figures into this image file.")]
 SetOption = Annotated[
-    list[str] | None, typer.Option("--set", help="A setting of the method as key=value; repeat it for more.")
+    list[str] | None, typer.Option("--set", help="An option of the method as key=value. Repeat it for several.")
 ]
 
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt with its pictures. label: what tables and plots call it."""
+    """A prompt with its images. label: its name in tables and plots; captions: one per image."""
 
     label: str
     text: str
-    pictures: Sequence[Any]
+    images: Sequence[Any]
     captions: Sequence[str]
     question: str
 
@@ -57,11 +57,13 @@ def tasks(
     samples: list[int] | None,
     kinds: list[str] | None = None,
     asks: list[int] | None = None,
+    *,
+    allow_urls: bool = False,
 ) -> list[Task]:
-    """Every prompt with all pictures, or every sample in every kind, asked every way.
+    """Every prompt with all images, or every sample prompt with every kind and card.
 
     Raises:
-        InputError: both or neither are given, a picture cannot be read, or there is no such sample.
+        InputError: both or neither are given, an image cannot be read, or there is no such sample.
     """
     if bool(samples) == bool(prompts):
         raise InputError("give either --prompt (with --image) or --sample N")
@@ -74,12 +76,9 @@ def tasks(
         made = [_sample(count, kind, ask) for count in samples for kind in kinds or ["digit"] for ask in every_ask]
     else:
         if kinds or asks:
-            raise InputError("--sample-kind and --ask choose among sample prompts; give --sample N as well")
-        from foveakv.models.inputs import read_images
-
-        files = images or []
-        pictures, captions = read_images(files), [Path(name).name for name in files]
-        made = [Task(_short(text), text, pictures, captions, text) for text in prompts or []]
+            raise InputError("--sample-kind and --ask belong to sample prompts; give --sample N as well")
+        read, captions = load_images(images, allow_urls)
+        made = [Task(_short(text), text, read, captions, text) for text in prompts or []]
     repeated = {task.label for task in made if sum(task.label == other.label for other in made) > 1}
     return [
         task if task.label not in repeated else Task(f"{i + 1}: {task.label}", *list(vars(task).values())[1:])
@@ -87,11 +86,11 @@ def tasks(
     ]
 
 
-def one_task(*given: Any) -> Task:
+def one_task(*given: Any, allow_urls: bool = False) -> Task:
     """As `tasks`, for commands that take a single prompt."""
-    made = tasks(*given)
+    made = tasks(*given, allow_urls=allow_urls)
     if len(made) > 1:
-        raise InputError(f"this command takes one prompt, and these are {len(made)}")
+        raise InputError(f"this command takes one prompt; {len(made)} were given")
     return made[0]
 
 
@@ -105,25 +104,32 @@ def _sample(count: int, kind: str, ask: int | None) -> Task:
     return Task(label, sample.text, sample.images, sample.captions, sample.question.strip())
 
 
+def load_images(sources: Sequence[str] | None, allow_urls: bool) -> tuple[list[Any], list[str]]:
+    """Read the images of `--image`; return them with short names for tables and plots. InputError: see `read_image`."""
+    from foveakv.models.images import image_name, read_images
+
+    sources = sources or []
+    return read_images(sources, allow_urls=allow_urls), [image_name(each, i + 1) for i, each in enumerate(sources)]
+
+
 def _short(text: str) -> str:
     line = " ".join(text.split())
     return line if len(line) <= 28 else line[:25] + "..."
 
 
 def load(model: str, every: Sequence[Task], **options: Any) -> tuple[Any, dict[str, Any]]:
-    """Model and processor as `common.load_model` gives them, and the inputs of every task by its label."""
+    """Load model and processor with `common.load_model`, and build the inputs of every task, by its label."""
     from foveakv.models.inputs import build_inputs
 
     loaded = common.load_model(model, **options)
-    made = {task.label: build_inputs(loaded.processor, task.text, task.pictures, model=loaded.model) for task in every}
+    made = {task.label: build_inputs(loaded.processor, task.text, task.images, model=loaded.model) for task in every}
     return loaded, made
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """One line per row, with the names of the first row's entries on top; None is an empty field."""
+    """Write one line per row below the keys of the first row. None is an empty field. OutputError: see `replacing`."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
-    with files.replacing(path) as temporary:
-        temporary.write_text(text.getvalue(), encoding="utf8")
+    files.write_text(path, text.getvalue())

@@ -1,4 +1,4 @@
-"""`foveakv show`: the pictures with kept patches bright and dropped ones dark."""
+"""`foveakv show`: draw which patches of the images a method keeps."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.markup import escape
-from rich.table import Table
 
 from foveakv.cli import common, prompts
 from foveakv.cli.common import (
+    AllowUrlsOption,
+    BudgetOption,
     DebugOption,
     DeviceOption,
     DtypeOption,
+    IgnoreEosOption,
     ImagesOption,
+    MethodOption,
     ModelOption,
     PromptOption,
     TokensOption,
@@ -24,37 +26,39 @@ from foveakv.cli.common import (
 from foveakv.cli.prompts import CsvOption, JsonOption, SetOption
 from foveakv.errors import InputError
 from foveakv.util import files
+from foveakv.util.tables import Column, FittedTable
 
 
 @common.friendly
 def show(
     model: ModelOption = "demo",
     image: ImagesOption = None,
+    allow_urls: AllowUrlsOption = False,
     prompt: PromptOption = None,
     sample: Annotated[
-        int | None, typer.Option(min=1, help="Use the embedded model's sample prompt with this many pictures instead.")
+        int | None, typer.Option(min=1, help="Use the embedded model's sample prompt with N images instead.")
     ] = None,
     sample_kind: Annotated[
-        str | None, typer.Option(help="What sample pictures show: digit (default), number or word.")
+        str | None, typer.Option(help="What the sample images show: digit (default), number or word.")
     ] = None,
-    ask: Annotated[int | None, typer.Option(help="The sample card that is asked for, from 0, -1 for all.")] = None,
-    method: Annotated[str, typer.Option(help="A method, see `foveakv methods`.")] = "hybridkv",
-    budget: Annotated[str | None, typer.Option("--budget", "-b", help="0.1, 10%, 1024, 512MiB.")] = None,
+    ask: Annotated[int | None, typer.Option(help="Index of the sample card to ask for, -1 for all.")] = None,
+    method: MethodOption = "hybridkv",
+    budget: BudgetOption = None,
     set_: SetOption = None,
     layer: Annotated[
-        list[int] | None, typer.Option("--layer", min=0, help="A row for this layer; repeat it for more.")
+        list[int] | None, typer.Option("--layer", min=0, help="Draw a row for this layer. Repeat it for several.")
     ] = None,
-    each_layer: Annotated[bool, typer.Option("--each-layer", help="A row for every layer.")] = False,
-    head: Annotated[int | None, typer.Option("--head", min=0, help="This KV head only; else the mean of all.")] = None,
+    each_layer: Annotated[bool, typer.Option("--each-layer", help="Draw a row for every layer.")] = False,
+    head: Annotated[
+        int | None, typer.Option("--head", min=0, help="Index of a KV head; default: the mean of all.")
+    ] = None,
     max_new_tokens: TokensOption = 16,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Generate all tokens, past the end of the answer.")
-    ] = False,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Draw the pictures into this file.")] = None,
+    ignore_eos: IgnoreEosOption = False,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Draw the images into this file.")] = None,
     filmstrip: Annotated[
-        Path | None, typer.Option("--filmstrip", help="Draw what each decode step attends to into this file.")
+        Path | None, typer.Option("--filmstrip", help="Draw what every decode step attends to into this file.")
     ] = None,
-    frames: Annotated[int, typer.Option(min=1, help="Rows of the filmstrip at most, evenly spaced.")] = 8,
+    frames: Annotated[int, typer.Option(min=1, help="Maximum number of rows of the filmstrip, evenly spaced.")] = 8,
     json: JsonOption = None,
     csv: CsvOption = None,
     device: DeviceOption = None,
@@ -62,7 +66,7 @@ def show(
     trust_remote_code: TrustOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Show which patches of the pictures a method keeps, and from one decode step to the next.
+    """Draw which patches of the images a method keeps, and what every decode step attends to.
 
     Example: foveakv show --sample 8 --ask -1 --budget 0.2 --out kept.png --filmstrip steps.png
     """
@@ -72,16 +76,22 @@ def show(
     from foveakv.evaluation import environment
 
     files.check_output_files(out, filmstrip, json, csv)
-    common.check_pictures(out, filmstrip)
+    common.check_plot_files(out, filmstrip)
     if not any((out, filmstrip, json, csv)):
-        raise InputError("say where the result goes: --out, --filmstrip, --json or --csv")
+        raise InputError("there is no output file; give --out, --filmstrip, --json or --csv")
     chosen = build_method(method, budget, set_ or [])
     kinds, asks = None if sample_kind is None else [sample_kind], None if ask is None else [ask]
     task = prompts.one_task(
-        model, image, [prompt] if prompt is not None else None, [sample] if sample is not None else None, kinds, asks
+        model,
+        image,
+        [prompt] if prompt is not None else None,
+        [sample] if sample is not None else None,
+        kinds,
+        asks,
+        allow_urls=allow_urls,
     )
-    if not task.pictures:
-        raise InputError("there is no picture to show; give --image or --sample")
+    if not task.images:
+        raise InputError("there is no image to show; give --image or --sample")
     options = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
     loaded, inputs = prompts.load(model, [task], **options)
     with common.messages().status("generating"):
@@ -89,7 +99,7 @@ def show(
             loaded.model, inputs[task.label], chosen, new_tokens=max_new_tokens, layers=layer, head=head,
             each=each_layer or bool(layer), steps=filmstrip is not None, to_the_end=ignore_eos,
         )  # fmt: skip
-    images = image_columns(result.prompt, task.pictures)
+    images = image_columns(result.prompt, task.images)
     tokenizer = getattr(loaded.processor, "tokenizer", loaded.processor)
     texts = [tokenizer.decode([token]) for token in result.tokens]
     _print(result, images, tokenizer.decode(list(result.tokens), skip_special_tokens=True), task)
@@ -99,19 +109,16 @@ def show(
     if csv is not None:
         prompts.write_csv(csv, result.table_rows(images))
     _draw(result, task, texts, out, filmstrip, frames)
-    for path in (json, csv, out, filmstrip):
-        if path is not None:
-            common.say_written(path)
+    common.say_written(json, csv, out, filmstrip)
 
 
 def _print(result: Any, images: Any, answer: str, task: prompts.Task) -> None:
     from foveakv.util.texts import printable
 
-    table = Table(title="share of each picture's patches that is kept", title_justify="left", box=box.SIMPLE_HEAD)
-    for i, name in enumerate(["", *task.captions]):
-        table.add_column(escape(name), justify="right" if i else "left")
+    columns = [Column("", right=False), *map(Column, task.captions)]
+    table = FittedTable(columns, title="share of each image's patches that is kept")
     for row in result.rows:
-        table.add_row(escape(row.label), *(f"{row.columns[own].mean():.0%}" for own in images))
+        table.add(row.label, *(f"{row.columns[own].mean():.0%}" for own in images))
     console = common.output()
     console.print(f"[bold]question[/bold]  {escape(task.question)}", highlight=False)
     console.print(f"[bold]answer[/bold]  {escape(printable(answer).strip())}", highlight=False)
@@ -128,9 +135,9 @@ def _draw(
     title = f"{result.settings['method']}: {task.question}"
     if out is not None:
         with files.replacing(out) as temporary:
-            draw_rows(temporary, task.pictures, result, captions=task.captions, title=title)
+            draw_rows(temporary, task.images, result, captions=task.captions, title=title)
     if filmstrip is not None:
         with files.replacing(filmstrip) as temporary:
             draw_filmstrip(
-                temporary, task.pictures, result, captions=task.captions, title=title, texts=texts, frames=frames
+                temporary, task.images, result, captions=task.captions, title=title, texts=texts, frames=frames
             )

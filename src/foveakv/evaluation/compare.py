@@ -19,12 +19,11 @@ from foveakv.errors import FoveaKVError, InputError, MethodError
 from foveakv.evaluation import environment
 from foveakv.methods import Method, find, get
 from foveakv.methods.full import Full
+from foveakv.util.tables import Column, FittedTable
 from foveakv.util.texts import one_line, size_text
 from foveakv.util.timing import StepClock
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from foveakv.core.prompt import PromptMap
     from foveakv.engines.transformers.cache import CompressedCache
 
@@ -115,8 +114,8 @@ class Comparison:
             "rows": [{**row, "tokens": list(row["tokens"]), "notes": list(row["notes"])} for row in rows],
         }
 
-    def table(self) -> Table:
-        """One line per row, as a rich table."""
+    def table(self) -> FittedTable:
+        """One line per row, as a rich renderable."""
         return _table(self)
 
 
@@ -328,36 +327,28 @@ def _median_row(rows: Sequence[Row]) -> Row:
     )
 
 
-def _table(result: Comparison) -> Table:
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
+def _table(result: Comparison) -> FittedTable:
+    from rich.text import Text
 
     base = result.baseline
-    table = Table(
+    figures = ("same", "stored", "prefill", "per token")
+    table = FittedTable(
+        [Column("method", right=False), Column("answer", text=True, widest=32, right=False), *map(Column, figures)],
         title=f"{result.prompt_tokens:,} prompt tokens, {result.visual_tokens:,} of them visual; "
         f"up to {result.max_new_tokens} new tokens" + (f"; slots in {result.kv_dtype}" if result.kv_dtype else ""),
-        title_justify="left",
         caption="same: leading tokens as transformers'; percent: of full bytes, of transformers' times",
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1),
     )
-    table.add_column("method", no_wrap=True)
-    table.add_column("answer", overflow="fold", min_width=12, max_width=32)  # the one column that gives way
-    for title in ("same", "stored", "prefill", "per token"):
-        table.add_column(title, justify="right", no_wrap=True)
     for row in result.rows:
         label = row.label + (" *" if row.notes else "")
         if row.error is not None:
-            table.add_row(label, "[red]failed[/red]", "", "", "", "")
+            table.add(label, Text("failed", style="red"), "", "", "", "")
             continue
         stored = f"{size_text(row.stored_bytes)} {_ratio(row.stored_bytes, row.full_bytes)}"
         if row.host_bytes:
             stored += f"\n+ {size_text(row.host_bytes)} host"
-        table.add_row(
+        table.add(
             label,
-            escape(textwrap.shorten(one_line(row.text), 64, placeholder=" ...")),
+            textwrap.shorten(one_line(row.text), 64, placeholder=" ..."),
             "" if row.prefix_agreement is None else f"{row.prefix_agreement:.0%}",
             stored,
             f"{row.prefill_seconds:.2f} s {_ratio(row.prefill_seconds, base.prefill_seconds)}",

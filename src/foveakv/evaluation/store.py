@@ -25,7 +25,7 @@ from typing import IO, Any, TypedDict
 
 from filelock import FileLock, Timeout
 
-from foveakv.errors import InputError, StoreError
+from foveakv.errors import InputError, OutputError, StoreError
 from foveakv.evaluation import schema
 from foveakv.evaluation.plan import Key, Plan
 from foveakv.evaluation.results import Result
@@ -245,8 +245,8 @@ def write_whole(path: Path, text: str) -> None:
     """Replaces a file atomically. StoreError: it cannot be written."""
     try:
         files.write_text(path, text)
-    except OSError as error:
-        raise StoreError(f"cannot write {path}: {error}") from error
+    except OutputError as error:
+        raise StoreError(str(error)) from error
 
 
 def _write_json(path: Path, data: Any) -> None:

@@ -16,9 +16,10 @@ from foveakv.evaluation.compare import candidates
 from foveakv.evaluation.items import Item, Turn
 from foveakv.evaluation.lines import prompt_of, read_lines
 from foveakv.evaluation.results import does_not_apply
-from foveakv.models.inputs import read_image
+from foveakv.models.images import read_images
 
 if TYPE_CHECKING:
+    from foveakv.evaluation.compare import Candidate
     from foveakv.evaluation.results import Result
     from foveakv.evaluation.trial import Bench
 
@@ -84,7 +85,7 @@ class Tuned:
         return f'foveakv.compress(model, foveakv.methods.get("{self.method}"{settings}))'
 
 
-def read_prompts(folder: Path, max_new_tokens: int = 64) -> list[Item]:
+def read_prompts(folder: Path, max_new_tokens: int = 64, *, allow_urls: bool = False) -> list[Item]:
     """The prompts of a folder: `prompts.jsonl`, each line {"prompt": "...", "images": ["a.png", ...]}.
 
     `<image>` marks in the prompt say where pictures go, else they come first; files are named relative to the folder.
@@ -93,7 +94,7 @@ def read_prompts(folder: Path, max_new_tokens: int = 64) -> list[Item]:
 
     def item(number: int, entry: dict[str, Any]) -> Item:
         text, names = prompt_of(entry)
-        images = tuple(read_image(folder / name) for name in names)
+        images = tuple(read_images(names, folder=folder, allow_urls=allow_urls))
         return Item("prompts", number, 0, images, (Turn(text, (), max_new_tokens=max_new_tokens),))
 
     return read_lines(folder / "prompts.jsonl", item, ("prompt", "images"), '{"prompt": "...", "images": ["a.png"]}')
@@ -127,21 +128,8 @@ def tune(
     Raises:
         MethodError: a method takes no budget. InputError: max_loss is no share; budgets of several kinds.
     """
-    if not 0 < max_loss < 1:
-        raise InputError(
-            f"max_loss is a share of tokens between 0 and 1; got {max_loss} (no number of prompts proves a loss of 0)"
-        )
-    if not budgets or not methods:
-        raise InputError("there is nothing to tune; name at least one method and one budget")
-    parsed = {budget: parse_budget(budget) for budget in budgets}
-    if len({one.kind for one in parsed.values()}) != 1:
-        raise InputError("budgets to tune must all be shares, or all tokens, or all bytes, so that they have an order")
-    order = sorted(parsed, key=lambda budget: parsed[budget].value, reverse=True)
     options = options or {}
-    chosen = candidates(methods, order, options)
-    for candidate in chosen:
-        if getattr(candidate.method, "budget", None) not in order:
-            raise MethodError(f"{candidate.label}: takes no budget to tune, or its settings hold one")
+    chosen = candidates_to_tune(methods, budgets, options, max_loss)
     results: dict[str, list[Result]] = {candidate.label: [] for candidate in chosen}
     for number, item in enumerate(prompts):
         if progress is not None:
@@ -154,6 +142,34 @@ def tune(
         tried = tuple(_tried(candidate.method, results[candidate.label], level, seed) for candidate in own)
         found.append(Tuned(name, dict(options.get(name, {})), tried, max_loss))
     return found
+
+
+def candidates_to_tune(
+    methods: Sequence[str],
+    budgets: Sequence[float | int | str],
+    options: dict[str, dict[str, Any]],
+    max_loss: float,
+) -> list[Candidate]:
+    """Every method at every budget, the largest budget first. Needs no model, so it can be called before loading one.
+
+    Raises:
+        MethodError: a method takes no budget. InputError: max_loss is not a share; budgets of several kinds.
+    """
+    if not 0 < max_loss < 1:
+        raise InputError(
+            f"max_loss is a share of tokens between 0 and 1; got {max_loss} (no number of prompts proves a loss of 0)"
+        )
+    if not budgets or not methods:
+        raise InputError("there is nothing to tune; name at least one method and one budget")
+    parsed = {budget: parse_budget(budget) for budget in budgets}
+    if len({one.kind for one in parsed.values()}) != 1:
+        raise InputError("budgets to tune must all be shares, or all tokens, or all bytes, so that they have an order")
+    order = sorted(parsed, key=lambda budget: parsed[budget].value, reverse=True)
+    chosen = candidates(methods, order, options)
+    for candidate in chosen:
+        if getattr(candidate.method, "budget", None) not in order:
+            raise MethodError(f"{candidate.label}: takes no budget to tune, or its settings hold one")
+    return chosen
 
 
 def _tried(method: Any, results: Sequence[Result], level: float, seed: int) -> Tried:

@@ -18,10 +18,10 @@ def save_head_scores(scores: Tensor, path: str | Path) -> None:
     path = Path(path)
     scores = read_head_scores(scores, "head scores").to(torch.float32)
     if path.suffix == ".safetensors":
-        from safetensors.torch import save_file
+        from safetensors.torch import save
 
         with replacing(path) as temporary:
-            save_file({"scores": scores.contiguous()}, temporary)
+            temporary.write_bytes(save({"scores": scores.contiguous()}))
     elif path.suffix == ".json":
         write_text(path, json.dumps({"scores": scores.tolist()}) + "\n")
     else:

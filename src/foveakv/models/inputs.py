@@ -1,80 +1,62 @@
-"""Pictures and a question -> the inputs that `generate` takes, with every check that can fail before the model runs."""
+"""Build the inputs of `generate` from a question and images. All checks that can fail run before the model does."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foveakv.errors import InputError
+from foveakv.models.images import image_list, read_image
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
+    from foveakv.models.images import ImageSource
 
 PLACEHOLDER = "<image>"
-"""Marks the place of a picture in a prompt, whatever the model's own image token is called."""
-
-
-def read_image(path: str | Path) -> Image:
-    """One picture from a file, decoded completely, as RGB.
-
-    Raises:
-        InputError: the file is missing, is no picture, or is cut short; the message names it.
-    """
-    from PIL import Image, UnidentifiedImageError
-
-    path = Path(path)
-    if not path.exists():
-        raise InputError(f"image file not found: {path}")
-    if path.is_dir():
-        raise InputError(f"{path} is a folder; give one picture file per --image")
-    try:
-        with Image.open(path) as image:
-            return image.convert("RGB")
-    except UnidentifiedImageError as error:
-        raise InputError(f"{path} is not a picture that Pillow can read (PNG, JPEG, WebP, ...)") from error
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise InputError(f"{path} is damaged or cut short: {error}") from error
-
-
-def read_images(paths: Sequence[str | Path]) -> list[Image]:
-    return [read_image(path) for path in paths]
+"""Marks the place of an image in a prompt, whatever the model's own image token is called."""
 
 
 def build_inputs(
-    processor: Any, prompt: str, images: Sequence[str | Path | Image] = (), *, model: Any = None
+    processor: Any,
+    prompt: str,
+    images: ImageSource | Sequence[ImageSource] = (),
+    *,
+    model: Any = None,
+    allow_urls: bool = False,
 ) -> dict[str, Any]:
-    """The inputs of `model.generate` for one prompt.
+    """Build the inputs of `model.generate` for one prompt.
 
     Args:
-        processor: the model's processor; a plain tokenizer does for text-only models.
-        prompt: the question. `<image>` (or the model's own image token) marks where each picture goes; without any mark
-            the pictures come first. A processor with a chat template gets the prompt as one user message.
-        images: files or PIL pictures, in the order of the marks.
-        model: where given, tensors go to its device and pixels to its dtype.
+        processor: the model's processor, or a plain tokenizer for a text-only model.
+        prompt: the question. `<image>` (or the model's own image token) marks the place of each image; without any
+            mark the images come first. A processor with a chat template gets the prompt as one user message.
+        images: one image or several, in the order of the marks: whatever `read_image` takes. Arrays and tensors are
+            handed to the processor unchanged.
+        model: if given, tensors are moved to its device and pixels cast to its dtype.
+        allow_urls: fetch images that are given as http(s) URLs.
+
+    Returns:
+        The processor's outputs with a batch of one, such as `input_ids` [1, tokens] and `pixel_values`.
 
     Raises:
-        InputError: a picture cannot be read, marks and pictures differ in number, or the model takes no pictures.
+        InputError: an image cannot be read, the numbers of marks and images differ, or the model takes no images.
     """
-    pictures = [read_image(image) if isinstance(image, (str, Path)) else image for image in images]
-    pieces = _split(processor, prompt, len(pictures))
-    if pictures and getattr(processor, "image_processor", None) is None:
+    given = [each if hasattr(each, "shape") else read_image(each, allow_urls=allow_urls) for each in image_list(images)]
+    pieces = _split(processor, prompt, len(given))
+    if given and getattr(processor, "image_processor", None) is None:
         raise InputError(
-            f"{type(processor).__name__} takes no pictures, and {len(pictures)} were given; is this a text model?"
+            f"{type(processor).__name__} takes no images, and {len(given)} were given; is this a text-only model?"
         )
     text = _render(processor, pieces)
     options: dict[str, Any] = {"text": text, "return_tensors": "pt"}
     bos = getattr(getattr(processor, "tokenizer", processor), "bos_token", None)
     if bos and text.startswith(bos):
         options["add_special_tokens"] = False  # the template wrote it already
-    if pictures:
-        options["images"] = pictures
+    if given:
+        options["images"] = given
     try:
         inputs = dict(processor(**options))
     except (ValueError, IndexError, TypeError) as error:
-        raise InputError(
-            f"{type(processor).__name__} refused this prompt with {len(pictures)} images: {error}"
-        ) from error
+        raise InputError(f"{type(processor).__name__} refused this prompt with {len(given)} images: {error}") from error
     return inputs if model is None else _move(inputs, model)
 
 
@@ -89,7 +71,7 @@ def _cut(processor: Any, prompt: str) -> list[str]:
 
 
 def _split(processor: Any, prompt: str, images: int) -> list[str]:
-    """The texts between pictures: images + 1 pieces."""
+    """The texts between the images: images + 1 pieces."""
     if not prompt.strip():
         raise InputError("the prompt is empty")
     pieces = _cut(processor, prompt)
@@ -106,7 +88,7 @@ def _split(processor: Any, prompt: str, images: int) -> list[str]:
 
 def _render(processor: Any, pieces: list[str]) -> str:
     if getattr(processor, "chat_template", None) is None or not hasattr(processor, "apply_chat_template"):
-        # The pictures that come first each get a line of their own.
+        # Images that come first get a line each.
         token = _own_token(processor) or PLACEHOLDER
         marked = [piece or "\n" if 0 < i < len(pieces) - 1 else piece for i, piece in enumerate(pieces)]
         if len(pieces) > 1 and not any(pieces[:-1]):

@@ -1,4 +1,4 @@
-"""`load(name)`: a model and its processor, from the embedded weights, a local folder or the hub."""
+"""Load a model and its processor from the embedded weights, a local folder or the hub."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SHARED = ("revision", "token", "local_files_only", "subfolder")  # options that
 
 
 class Loaded(NamedTuple):
-    """A model in eval mode, and the processor (a tokenizer, for text-only models) that makes its inputs."""
+    """A model in eval mode and its processor (a tokenizer for text-only models)."""
 
     model: Any
     processor: Any
@@ -22,7 +22,7 @@ class Loaded(NamedTuple):
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A name that `load` takes. size: parameters in billions; weights in bf16 need twice as many gigabytes."""
+    """A model name for `load`. size: parameters in billions; weights in bf16 need twice as many gigabytes."""
 
     name: str
     what: str
@@ -49,7 +49,7 @@ KNOWN: list[KnownModel] = [
     _hub("HuggingFaceM4/Idefics3-8B-Llama3", "Idefics3", 8.5),
     _hub("Qwen/Qwen2.5-0.5B-Instruct", "Qwen2.5, text only", 0.5),
 ]
-"""What `foveakv models` lists. Any other folder or hub id of a supported family loads as well."""
+"""The models that `foveakv models` lists. Any other folder or hub id of a supported family can be loaded too."""
 
 
 def load(
@@ -66,25 +66,23 @@ def load(
     Args:
         name: "demo" (the embedded model, no network), a local folder, or a model id of the hub.
         dtype: torch dtype or its name; default: float32 on the CPU, the stored dtype elsewhere.
-        device: where the model goes; default: cuda if there is one, else the CPU.
-        trust_remote_code: run Python code that comes with the model. Never on unless you say so.
-        cache_dir: where assembled or downloaded files are kept; default: for "demo" see
+        device: the device of the model; default: cuda if available, else the CPU.
+        trust_remote_code: run Python code that comes with the model.
+        cache_dir: folder of assembled or downloaded files; default: for "demo" see
             `foveakv.models.embedded.default_cache`, for the hub transformers' own cache.
         kwargs: for `from_pretrained` of the model, such as `attn_implementation` or `revision`.
 
     Returns:
-        (model, processor); the model is in eval mode. A vision-language model if the configuration names one, else a
+        (model, processor), with the model in eval mode. A vision-language model if the configuration is one, else a
         causal language model with its tokenizer.
 
     Raises:
-        MissingDependencyError: a package is needed; the message has the command that installs it.
-        ModelLoadError: nothing under that name, an unreachable hub, damaged files or an unknown architecture.
+        MissingDependencyError: a package is missing; the message has the command that installs it.
+        ModelLoadError: an unknown name, device or dtype, an unreachable hub, damaged files or an unknown architecture.
     """
-    import torch
-
     name = os.fspath(name)
-    device = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu")
-    options = {**kwargs, "dtype": _dtype(dtype, device)}
+    device, dtype = check_device(device, dtype)
+    options = {**kwargs, "dtype": dtype}
     if name == DEMO:
         loaded = _load_demo(cache_dir, options)
     else:
@@ -99,21 +97,49 @@ def load(
     return Loaded(loaded.model.to(device).eval(), loaded.processor)
 
 
-def _dtype(dtype: Any, device: Any) -> Any:
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def check_device(device: Any = None, dtype: Any = None) -> tuple[Any, Any]:
+    """The torch device and dtype that `load` uses for these options, checked on this machine.
+
+    Args:
+        device: a name or a torch device; default: cuda if available, else the CPU.
+        dtype: a name or a torch dtype; default: float32 on the CPU, else "auto" (the stored dtype).
+
+    Raises:
+        ModelLoadError: an unknown or unavailable device, or a dtype that is not floating point.
+    """
     import torch
 
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError, ValueError):
+        raise ModelLoadError(f"unknown device {device!r}; use cpu, cuda or cuda:1, or leave it out") from None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if found.type != "cpu" and (accelerator is None or found.type != accelerator.type):
+        here = "cpu" if accelerator is None else f"cpu and {accelerator.type}"
+        raise ModelLoadError(
+            f"the device {str(found)!r} is not available; PyTorch {torch.__version__} finds {here} on this machine"
+        )
+    count = 1 if found.type == "cpu" else torch.accelerator.device_count()
+    if found.index is not None and found.index >= count:
+        raise ModelLoadError(f"there is no device {str(found)!r}; the last one is {found.type}:{count - 1}")
     if dtype is None:
-        return torch.float32 if device.type == "cpu" else "auto"
+        return found, torch.float32 if found.type == "cpu" else "auto"
     if isinstance(dtype, str) and dtype != "auto":
-        found = getattr(torch, dtype, None)
-        if not isinstance(found, torch.dtype):
-            raise ModelLoadError(f"unknown dtype {dtype!r}; use float32, bfloat16, float16 or auto")
-        return found
-    return dtype
+        if dtype not in _DTYPES:
+            raise ModelLoadError(f"unknown dtype {dtype!r}; use {', '.join(_DTYPES[:3])} or auto")
+        dtype = getattr(torch, dtype)
+    if isinstance(dtype, torch.dtype) and not dtype.is_floating_point:
+        raise ModelLoadError(f"{dtype} is not a floating point dtype; use {', '.join(_DTYPES[:3])} or auto")
+    return found, dtype
 
 
 def _looks_like_path(name: str) -> bool:
-    """A hub id is `model` or `owner/model`; everything else is meant as a folder."""
+    """A hub id is `model` or `owner/model`; everything else is a folder."""
     return name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name
 
 
@@ -129,10 +155,10 @@ def _load_demo(cache_dir: str | os.PathLike[str] | None, options: dict[str, Any]
             return Loaded(model, AutoProcessor.from_pretrained(folder, local_files_only=True))
         except ImportError as error:
             raise MissingDependencyError(f"the embedded model needs a package that is missing: {error}") from error
-        except Exception as error:  # a damaged cache raises anything from KeyError to SafetensorError; try a fresh one
+        except Exception as error:  # a damaged folder raises anything, KeyError or SafetensorError; assemble it again
             failure = error
     raise ModelLoadError(
-        f"the embedded model in {folder} does not load, freshly assembled or not: {failure}"
+        f"the embedded model in {folder} cannot be loaded, although it was just assembled: {failure}"
     ) from failure
 
 
@@ -178,7 +204,7 @@ def _advice(name: str, error: Exception) -> str:
 
 
 def _processor(name: str, config: Any, shared: dict[str, Any]) -> Any:
-    """AutoProcessor; without torchvision, where it demands a video processor, one that only takes pictures."""
+    """AutoProcessor; without torchvision, if it asks for a video processor, a processor for images only."""
     from transformers import AutoProcessor
     from transformers.utils import is_torchvision_available
 
@@ -188,18 +214,18 @@ def _processor(name: str, config: Any, shared: dict[str, Any]) -> Any:
         asks_for_it = any(word in str(error).lower() for word in ("torchvision", "video"))
         if not asks_for_it or is_torchvision_available():
             raise
-        return _picture_processor(name, config, shared, error)
+        return _image_only_processor(name, config, shared, error)
 
 
-def _picture_processor(name: str, config: Any, shared: dict[str, Any], cause: Exception) -> Any:
+def _image_only_processor(name: str, config: Any, shared: dict[str, Any], cause: Exception) -> Any:
     from transformers import PROCESSOR_MAPPING, AutoTokenizer
 
     base: Any = PROCESSOR_MAPPING.get(type(config), None)
     if base is None:
         raise cause
 
-    class PictureProcessor(base):
-        """The family's processor without its video half, which transformers builds on torchvision."""
+    class ImageOnlyProcessor(base):
+        """The family's processor without its video part, which needs torchvision."""
 
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
             if argument_name == "video_processor" and argument is None:
@@ -213,15 +239,15 @@ def _picture_processor(name: str, config: Any, shared: dict[str, Any], cause: Ex
                 )
             return super().__call__(*args, **kwargs)
 
-    PictureProcessor.__name__ = PictureProcessor.__qualname__ = base.__name__
+    ImageOnlyProcessor.__name__ = ImageOnlyProcessor.__qualname__ = base.__name__
     tokenizer = AutoTokenizer.from_pretrained(name, **shared)
     images = _pil_image_processor(name, shared)
     options = {"chat_template": tokenizer.chat_template} if tokenizer.chat_template else {}
-    return PictureProcessor(image_processor=images, tokenizer=tokenizer, video_processor=None, **options)
+    return ImageOnlyProcessor(image_processor=images, tokenizer=tokenizer, video_processor=None, **options)
 
 
 def _pil_image_processor(name: str, shared: dict[str, Any]) -> Any:
-    """The image processor that `name` asks for, in its variant on Pillow (AutoImageProcessor needs torchvision)."""
+    """The Pillow variant of the image processor of `name` (AutoImageProcessor needs torchvision)."""
     import transformers
     from transformers.image_processing_base import ImageProcessingMixin
 

@@ -1,1 +1,1 @@
-"""Helpers that know nothing of caches or methods: files, texts, timing."""
+"""Helpers without any knowledge of caches or methods: files, tables, texts, timing, option values."""

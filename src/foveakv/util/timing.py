@@ -1,4 +1,4 @@
-"""Times of forward passes."""
+"""Time forward passes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import torch
 
 
 class StepClock:
-    """Times every forward pass of a model, from before the first hook to after the last; synchronises accelerators."""
+    """Times every forward pass of a model, hooks included. A context manager; synchronizes accelerators.
+
+    seconds: the time of each pass, in order.
+    """
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -32,10 +35,12 @@ class StepClock:
 
     @property
     def prefill_seconds(self) -> float:
+        """Time of the first pass, 0 before it."""
         return self.seconds[0] if self.seconds else 0.0
 
     @property
     def token_seconds(self) -> float | None:
+        """Median time of the passes after the first one; None if there are none."""
         return median(self.seconds[1:]) if len(self.seconds) > 1 else None
 
     def _now(self) -> float:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from foveakv.cli.settings import option_types, parse_value
 from foveakv.core.budget import parse_budget
 from foveakv.engines.transformers.options import CacheOptions, field_types
 from foveakv.errors import MethodError
 from foveakv.methods import Method, available, find, get, near
+from foveakv.util.values import option_types, parse_value
 
 PLAIN = "none"
 """The method name that leaves the model as it is."""

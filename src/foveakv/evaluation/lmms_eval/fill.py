@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from foveakv.errors import InputError
+from foveakv.errors import InputError, OutputError
 from foveakv.util import files
 
 _CELL = re.compile(r"<!-- ours (\S+) (\S+) -->[^|\n]*")
@@ -90,9 +90,9 @@ def main(words: list[str] | None = None) -> int:
         parser.error(f"there is no file {options.page}")
     try:
         text, filled, missing = fill(options.page.read_text(encoding="utf8"), options.results)
-    except InputError as error:
+        files.write_text(options.page, text)
+    except (InputError, OutputError) as error:
         parser.error(str(error))
-    files.write_text(options.page, text)
     print(f"{filled} cells filled, {len(missing)} without results")
     for mark in missing:
         print(f"  {mark}")

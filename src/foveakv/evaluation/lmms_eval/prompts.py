@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from foveakv.errors import InputError, MissingDependencyError
-from foveakv.models.inputs import PLACEHOLDER, read_image
+from foveakv.models.images import read_image
+from foveakv.models.inputs import PLACEHOLDER
 
 
 def batch_inputs(
@@ -80,7 +81,7 @@ def _urls(messages: Sequence[dict[str, Any]], kind: str) -> list[Any]:
 
 
 def _picture(url: Any) -> Any:
-    return read_image(url) if isinstance(url, str) else url.convert("RGB")
+    return read_image(url)
 
 
 def read_video(url: Any, frames: int) -> tuple[Any, Any]:

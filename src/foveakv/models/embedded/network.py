@@ -1,4 +1,4 @@
-"""The embedded model as a stock `LlavaForConditionalGeneration`, and the adapter (projector + LoRA) that joins it."""
+"""The embedded model as a stock `LlavaForConditionalGeneration`, and its adapter: a projector and LoRA updates."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 from foveakv.errors import ModelLoadError
 from foveakv.models.embedded.convert import IMAGE_TOKEN, VISION_CONFIG, TextFile
+from foveakv.util.files import replacing
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -22,7 +23,7 @@ ADAPTER_FORMAT = "foveakv-adapter-1"
 
 @dataclass(frozen=True)
 class Adapter:
-    """What training made: the projector, and low-rank updates of the text model's linear layers.
+    """The trained part: a projector, and low-rank updates of the text model's linear layers.
 
     projector: state dict of `LlavaMultiModalProjector`. updates: module path below the language model ->
     (A [rank, in], B [out, rank]); the layer's weight becomes W + scale * B @ A. layers: the vision tower's hidden
@@ -36,21 +37,21 @@ class Adapter:
     info: dict[str, str]
 
     def save(self, file: Path) -> None:
-        """Write a bf16 safetensors file."""
-        from safetensors.torch import save_file
+        """Write a bf16 safetensors file. OutputError: it cannot be written."""
+        from safetensors.torch import save
 
         tensors = {f"projector.{name}": t for name, t in self.projector.items()}
         for path, (a, b) in self.updates.items():
             tensors[f"updates.{path}.A"], tensors[f"updates.{path}.B"] = a, b
         metadata = {**self.info, "format": ADAPTER_FORMAT, "scale": str(self.scale)}
         metadata["vision_feature_layer"] = ",".join(map(str, self.layers))
-        save_file(
-            {k: t.detach().to(torch.bfloat16).contiguous() for k, t in tensors.items()}, str(file), metadata=metadata
-        )
+        content = save({k: t.detach().to(torch.bfloat16).contiguous() for k, t in tensors.items()}, metadata=metadata)
+        with replacing(file) as temporary:
+            temporary.write_bytes(content)
 
     @classmethod
     def read(cls, file: Path) -> Adapter:
-        """Read what `save` wrote; ModelLoadError if the file is missing, cut short or of another format."""
+        """Read a file that `save` wrote. ModelLoadError: it is missing, truncated or of another format."""
         from safetensors import SafetensorError, safe_open
 
         try:
@@ -71,7 +72,7 @@ class Adapter:
 
     @torch.no_grad()
     def apply(self, model: LlavaForConditionalGeneration) -> None:
-        """Load the projector and add the low-rank updates to `model`'s fp32 weights, in place. Apply once."""
+        """Load the projector and add the low-rank updates to the fp32 weights of `model`, in place. Apply only once."""
         model.model.multi_modal_projector.load_state_dict(self.projector)
         for path, (a, b) in self.updates.items():
             weight = model.model.language_model.get_submodule(path).weight
@@ -79,11 +80,11 @@ class Adapter:
 
 
 def skeleton(vision: dict[str, torch.Tensor], text: TextFile, layers: tuple[int, ...]) -> LlavaForConditionalGeneration:
-    """An fp32 LLaVA with the packaged towers and an untrained projector; apply an `Adapter` to make it see."""
+    """An fp32 LLaVA with the packaged towers and an untrained projector, which needs an `Adapter`."""
     from transformers import Dinov2Config, Dinov2Model, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
     vision_config = Dinov2Config(**VISION_CONFIG)
-    # from_pretrained knows how this transformers version names the layers of Dinov2; load_state_dict does not
+    # from_pretrained converts the layer names to this transformers version; load_state_dict does not
     tower, report = Dinov2Model.from_pretrained(
         None, config=vision_config, state_dict=dict(vision), dtype=torch.float32, output_loading_info=True
     )
@@ -118,6 +119,6 @@ def image_token_id(tokenizer: Tokenizer) -> int:
 
 
 def image_features(model: LlavaForConditionalGeneration, pixels: torch.Tensor, layers: tuple[int, ...]) -> torch.Tensor:
-    """The vision features that the projector reads. pixels: [N, 3, 112, 112]; returns [N, 64, len(layers) * 384]."""
+    """The input of the projector. pixels: [N, 3, 112, 112]; returns [N, 64, len(layers) * 384]."""
     out: Any = model.model.vision_tower(pixels, output_hidden_states=True)
     return torch.cat([out.hidden_states[n][:, 1:] for n in layers], dim=-1)

@@ -1,4 +1,4 @@
-"""`foveakv analyze visual-heads`: the file of head scores that SparseMM needs."""
+"""`foveakv analyze visual-heads`: measure the head scores that SparseMM needs."""
 
 from __future__ import annotations
 
@@ -15,21 +15,23 @@ from foveakv.util import files
 
 @common.friendly
 def visual_heads(
-    out: Annotated[Path, typer.Option("--out", "-o", help="The file of scores: .json or .safetensors.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The file of head scores, .json or .safetensors.")],
     model: ModelOption = "demo",
     data: Annotated[
         Path | None,
-        typer.Option(help="A folder with samples.jsonl; without it, cards that the embedded model understands."),
+        typer.Option(help="A folder with samples.jsonl; default: cards made for the embedded model."),
     ] = None,
-    items: Annotated[int, typer.Option(min=1, help="So many cards, without --data.")] = 64,
-    seed: Annotated[int, typer.Option(min=0, help="Of the cards.")] = 0,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="The longest answer.")] = 64,
+    items: Annotated[int, typer.Option(min=1, help="Number of cards, without --data.")] = 64,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the cards.")] = 0,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", min=1, help="Maximum length of an answer.")
+    ] = 64,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     trust_remote_code: TrustOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Score every head by how often it looks at the very picture that the model is naming (SparseMM).
+    """Score every head by how often it attends most to the image that the model is naming (SparseMM).
 
     Example: foveakv analyze visual-heads --items 64 --out scores.json
     """
@@ -38,7 +40,7 @@ def visual_heads(
 
     files.check_output_files(out)
     if out.suffix not in (".json", ".safetensors"):
-        raise InputError(f"{out}: the name of a file of scores ends in .json or .safetensors")
+        raise InputError(f"{out}: a file of head scores is named .json or .safetensors")
     samples = card_samples(items, seed) if data is None else read_samples(data)
     loaded = common.load_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     with common.messages().status("answering the samples"):
@@ -48,7 +50,8 @@ def visual_heads(
     heads = ", ".join(f"layer {each // scores.shape[1]} head {each % scores.shape[1]}" for each in best)
     console = common.output()
     console.print(
-        f"{len(samples)} samples; {int((scores > 0).sum())} of {scores.numel()} KV heads score; highest: {heads}",
+        f"{len(samples)} samples; {int((scores > 0).sum())} of {scores.numel()} KV heads have a score above 0; "
+        f"highest: {heads}",
         highlight=False,
     )
     common.say_written(out)

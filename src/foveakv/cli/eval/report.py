@@ -1,4 +1,4 @@
-"""`foveakv eval report`: a run's tables and plots as a page, as Markdown and as JSON."""
+"""`foveakv eval report`: write the tables and plots of a run as HTML, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from foveakv.cli.common import DebugOption
 
 @common.friendly
 def report(
-    run: Annotated[Path, typer.Argument(help="The folder of a run of `foveakv eval run`.")],
+    run: Annotated[Path, typer.Argument(help="The folder of a `foveakv eval run`.")],
     out: Annotated[
         Path | None, typer.Option(help="The folder to write to (default: `report` in the run's folder).")
     ] = None,
     debug: DebugOption = False,
 ) -> None:
-    """Write what a run says: report.html, report.md, leaderboard.json and plots.
+    """Write report.html, report.md, leaderboard.json and plots of a run.
 
-    A run that is not finished gives a report that says so.
+    The report of an unfinished run says that it is unfinished.
 
     Example: foveakv eval report runs/offline
     """
