@@ -157,6 +157,13 @@ def parse_budget(x: float | int | str | Budget) -> Budget:
     return _ratio(_exact(x), str(x))
 
 
+def digest_bytes(kind: Literal["model", "bf16", "int8"], dim: int, itemsize: int) -> tuple[int, int]:
+    """Bytes of one mean as a digest, and of what a head's digests need once; `itemsize` is the model's dtype's."""
+    if kind == "int8":
+        return dim, 4 * dim
+    return dim * (2 if kind == "bf16" else itemsize), 0
+
+
 def _exact(x: Real) -> Fraction:
     value = float(x)
     if not math.isfinite(value):

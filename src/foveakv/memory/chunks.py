@@ -259,20 +259,20 @@ class ChunkStore:
         assert best is not None  # split yields at least one part
         return best
 
-    def _choose(self, query: Tensor, scaling: float) -> tuple[Tensor, Tensor | None]:
+    def _choose(self, relevance: Tensor) -> tuple[Tensor, Tensor | None]:
         """The most relevant chunks of every row, [n, K] (entries beyond its share come last), and which count."""
         width = self._table.shape[1]
-        top = self.relevance(query, scaling).topk(width, dim=-1, sorted=not self._equal).indices
+        top = relevance.topk(width, dim=-1, sorted=not self._equal).indices
         return top, None if self._equal else torch.arange(width, device=self.device) < self._slots[:, None]
 
-    def fetch(self, segments: Segments, query: Tensor, scaling: float) -> tuple[int, int]:
-        """Makes every row's slots hold its most relevant chunks; copies only those that are not there yet.
+    def fetch(self, segments: Segments, relevance: Tensor) -> tuple[int, int]:
+        """Makes every row's slots hold its most relevant chunks [n, P]; copies only those that are not there yet.
 
         Returns (slots asked for, slots of these that were there already).
         """
         if not self.choosing:
             return 0, 0
-        top, usable = self._choose(query, scaling)
+        top, usable = self._choose(relevance)
         wanted = torch.zeros_like(self._resident)
         wanted.scatter_(1, top, True if usable is None else usable)
         row, number = (wanted > self._resident).nonzero(as_tuple=True)
@@ -287,14 +287,14 @@ class ChunkStore:
             self._load(segments, row, number, slot)
         return self._asked, self._asked - len(row) * self.chunk
 
-    def pick(self, query: Tensor, scaling: float) -> tuple[int, int]:
-        """Chooses every row's most relevant chunks for `pages`; copies nothing.
+    def pick(self, relevance: Tensor) -> tuple[int, int]:
+        """Chooses every row's most relevant chunks [n, P] for `pages`; copies nothing.
 
         Returns (slots asked for, slots of these that were chosen in the step before as well).
         """
         if not self.choosing:
             return 0, 0
-        top, usable = self._choose(query, scaling)
+        top, usable = self._choose(relevance)
         stayed = self._resident.gather(1, top)
         if usable is None:
             self._resident = torch.zeros_like(self._resident).scatter_(1, top, True)

@@ -104,10 +104,3 @@ def widened_query(query: Tensor, summary: Summary) -> Tensor:
     where q is positive meet their maximum, the others their minimum.
     """
     return query if summary == "mean" else torch.cat([query.clamp_min(0), query.clamp_max(0)], -1)
-
-
-def digest_bytes(kind: DigestDtype, dim: int, itemsize: int) -> tuple[int, int]:
-    """Bytes of one mean as a digest, and of what a head's digests need once; `itemsize` is the model's dtype's."""
-    if kind == "int8":
-        return dim, 4 * dim
-    return dim * (2 if kind == "bf16" else itemsize), 0

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
-from foveakv.methods.base import PrefillView, keep_top
+from foveakv.core.selection import keep_top
 from foveakv.methods.checks import share
 from foveakv.methods.snapkv import SnapKV, window_and_scores
+from foveakv.methods.views import Decision, PrefillView
 
 
 @dataclass
@@ -30,8 +30,8 @@ class AdaKV(SnapKV):
         super().__post_init__()
         share(self.name, "floor", self.floor, meaning="the part of an equal division that every head gets")
 
-    def prefill(self, view: PrefillView) -> Tensor:
-        size = self.budget_tokens(view.cache, self.budget)
+    def prefill(self, view: PrefillView) -> Decision:
+        size = view.budget_tokens(self.budget)
         window, score = window_and_scores(view, self.window, size)
         score = score.masked_fill(window[:, None], 0.0)  # the window stays anyway: its scores must not lift neighbours
         score = F.max_pool1d(score, self.kernel, stride=1, padding=self.kernel // 2)
@@ -40,4 +40,4 @@ class AdaKV(SnapKV):
         own = keep_top(score, (each * self.floor).long()[:, None])
         rest = score.masked_fill(own, torch.inf)  # a head's own share is always among the layer's best
         best = keep_top(rest.flatten(1), each * score.shape[1]).view_as(score)
-        return best | window[:, None]
+        return Decision(keep=best | window[:, None])

@@ -8,24 +8,20 @@ entered. Slots beyond l are marked, one per step, and stay stored and attended t
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from operator import sub
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from foveakv.core import attention_stats as scores
 from foveakv.core.columns import real_first
+from foveakv.core.selection import keep_top
 from foveakv.errors import MethodError
-from foveakv.kernels import cpu_scores
 from foveakv.methods import checks
-from foveakv.methods.base import DecodeView, Drop, PrefillView, keep_top
-
-if TYPE_CHECKING:
-    from foveakv.engines.transformers.cache import CompressedCache
+from foveakv.methods.views import Decision, DecodeView, Evict, Field, PrefillView, State
 
 # Per-slot fields: cumulative attention, in the bin or not, steps among the most attended, steps since entry.
 SCORE, MARKED, USES, AGE = "score", "marked", "uses", "age"
@@ -64,15 +60,54 @@ def _sums(view: PrefillView, rows: Tensor, valid: Tensor) -> Tensor:
     return scores.column_sums(view.query, view.keys, rows, valid, view.scaling, view.visible)
 
 
+@dataclass
+class BinLayer(State):
+    """One layer's bin. All int64 [B] on the CPU, where the lengths are that decoding compares them with.
+
+    steady: l in tokens per head. recent: newest tokens that are never candidates. marked: tokens in the bin.
+    since: tokens seen before slots were moved for the first time. last_sink [B, H, 1], newest [B, H, n]: positions, see
+    `RecycleBin._look_up_protected`.
+    """
+
+    steady: Tensor
+    recent: Tensor
+    marked: Tensor
+    since: int | None = None
+    last_sink: Tensor | None = None
+    newest: Tensor | None = None
+    skipped: int = 0  # first entries of `newest` that no sequence has
+
+
+@dataclass
+class BinState(State):
+    """The bins of all layers, and what happened: the most tokens that a head stored, slots evicted while decoding."""
+
+    layers: list[BinLayer] = field(default_factory=list)
+    peak: int = 0
+    evicted_decode: int = 0
+
+    def add_layer(self, steady: Tensor, recent: Tensor) -> None:
+        """The next layer's bin, empty; steady, recent int64 [B]."""
+        sizes = steady.cpu().clone(), recent.cpu().clone()
+        self.layers.append(BinLayer(*sizes, torch.zeros_like(sizes[0])))
+
+    def figures(self) -> dict[str, object]:
+        """Plain values for reports; nothing before a layer was read."""
+        if not self.layers:
+            return {}
+        steady = self.layers[0].steady.tolist()
+        return {"steady": steady, "peak": self.peak, "evicted_decode": self.evicted_decode}
+
+
 @dataclass(frozen=True)
 class RecycleBin:
-    """The rules; what they act on lives in the layer (`state`, and one value per slot in its segments).
+    """The rules. What they act on is a `BinState`, and one value per slot in fields of the stored slots.
 
     size: D. mode: "rerank" ranks all candidates at the flush (Eq. 4), "mark" flushes what was marked (Fig. 1).
     restore: in mode "mark", a marked token leaves the bin when its score is above the lowest unmarked one's.
     score: "attention" (Eq. 5) or "frequency+importance", the mean of two ranks with weight `frequency_weight`.
     per_head: every KV head ranks for itself; otherwise scores are summed over heads, and all heads drop the same.
-    sink: so many of the oldest tokens are never candidates.
+    sink: the number of oldest tokens that are never candidates.
     """
 
     size: int = 1
@@ -110,136 +145,119 @@ class RecycleBin:
         rank = rank.masked_fill(safe, torch.inf).masked_fill(~keep, -torch.inf)
         return keep_top(rank, steady.to(keep.device)[:, None])
 
-    def note(self, state: dict[str, Any], sums: Tensor, keep: Tensor, steady: Tensor, recent: Tensor) -> None:
-        """Leaves in the layer's state what `open` needs: sums [B, H, C] of the columns that `keep` [B, H, C] marks."""
-        length = int(keep.sum(-1).max())
-        order = (~keep).to(torch.int8).argsort(dim=-1, stable=True)[..., :length]
-        state["prompt_scores"] = sums.gather(-1, order)
-        # [B] on the host, where the lengths are that decoding compares them with.
-        state["steady"], state["recent"] = steady.cpu().clone(), recent.cpu().clone()
-        state["marked"] = torch.zeros_like(state["steady"])
-
-    def open(self, cache: CompressedCache) -> None:
-        """Gives every layer's slots their fields, once the prompt is stored.
-
-        From here on `cache.state["ddes"]` says what happened: `steady` [B] in tokens per head, `peak` (the most tokens
-        that a head held), `evicted_decode` in slots.
-        """
-        steady = cache.compressed[0].state["steady"].tolist()
-        cache.state["ddes"] = {"steady": steady, "peak": 0, "evicted_decode": 0}
-        for layer in cache.compressed:
-            segments = layer.segments
-            if segments is None:
-                continue
-            prompt = layer.state.pop("prompt_scores")
-            segments.add_field(SCORE, prompt, dtype=prompt.dtype)
-            if self.size > 1:
-                segments.add_field(MARKED, dtype=torch.bool)
-            if self.score != "attention":
-                segments.add_field(USES, dtype=torch.int32)
-                segments.add_field(AGE, dtype=torch.int32)
+    def fields(self, sums: Tensor) -> dict[str, Field]:
+        """The values that slots start with; sums [B, H, C], see `prompt_scores`."""
+        found = {SCORE: Field(sums, sums.dtype)}
+        if self.size > 1:
+            found[MARKED] = Field(dtype=torch.bool)
+        if self.score != "attention":
+            found[USES], found[AGE] = Field(dtype=torch.int32), Field(dtype=torch.int32)
+        return found
 
     # ---- decoding
 
-    def step(self, view: DecodeView) -> Tensor | Drop | None:
+    def step(self, view: DecodeView, state: BinState) -> Decision | None:
         """Adds this step's attention, Eq. 5, marks what is over the steady size, flushes a full bin.
 
-        After it, every sequence holds l <= tokens < l + D (fewer than l only until it has grown to l). A step of q
+        After it, every sequence stores l <= tokens < l + D (fewer than l only until it has grown to l). A step of q
         tokens flushes floor((tokens - l) / D) * D at once.
 
         Returns:
-            What leaves: None when nothing does; a `Drop` where the bin holds one token, so that every step evicts;
-            bool [B, H, M] of the slots to keep when a bin is flushed.
+            The evictions: single slots where the bin holds one token, so that every step evicts; a mask of the slots to
+            keep when a bin is flushed; None otherwise.
         """
-        segments, state, attention_sum = view.segments, view.state, view.attention_sum
+        slots, layer, attention_sum = view.slots, state.layers[view.compressed_idx], view.attention_sum
         if attention_sum is None:
-            raise MethodError(
-                f"{view.cache.method.name} needs the attention of each step: let needs_attention_sum return True"
-            )
-        if self.size == 1 and "since" not in state:
-            self._look_up_protected(view)
-        # Every head of a layer holds equally many.
-        sizes = zip(segments.sequence_lengths, state["steady"].tolist(), strict=True)
+            raise MethodError("a recycle bin needs the attention of each step: observe attention_sum")
+        if self.size == 1 and layer.since is None:
+            self._look_up_protected(view, layer)
+        # Every head of a layer stores equally many.
+        sizes = zip(slots.sequence_lengths, layer.steady.tolist(), strict=True)
         over = [max(0, length - steady) for length, steady in sizes]
         evict = [count // self.size * self.size for count in over]
-        told = view.cache.state["ddes"]
-        told["peak"] = max(told["peak"], segments.max_length)
-        told["evicted_decode"] += sum(evict) * segments.heads
-        if any(evict):
-            view.count(flushes=sum(evict) // self.size)
-        if self._one_each(state, over, evict) and cpu_scores.usable(segments.flat(SCORE), attention_sum):
-            slots = self._add_and_find(view, attention_sum, over, evict)
-            return Drop(slots, evict) if self.size == 1 else None
-        segments.add(SCORE, attention_sum)
+        state.peak = max(state.peak, slots.max_length)
+        state.evicted_decode += sum(evict) * slots.heads
+        flushes = sum(evict) // self.size
+        if self._one_each(layer, over, evict):
+            found = self._add_and_find(view, layer, attention_sum, over, evict)
+            if found is not None:
+                return Decision(evict=Evict(found, evict), flushes=flushes) if self.size == 1 else None
+        slots.add(SCORE, attention_sum)
         if self.score != "attention":
             self._count_uses(view, attention_sum)
         if not any(over):
             return None
         if self.size == 1:
-            positions = segments.view_positions()
-            return Drop(_lowest(self._order(view, positions), evict, positions), evict)
+            positions = slots.positions()
+            lowest = _lowest(self._order(view, layer, positions), evict, positions)
+            return Decision(evict=Evict(lowest, evict), flushes=flushes)
         if any(evict):
-            return self._flush(view, over, evict)
-        self._mark(view, over)
+            return self._flush(view, layer, over, evict, flushes)
+        self._mark(view, layer, over)
         return None
 
-    def _one_each(self, state: dict[str, Any], over: list[int], evict: list[int]) -> bool:
+    def _one_each(self, layer: BinLayer, over: list[int], evict: list[int]) -> bool:
         """Whether at most one token of a sequence is to be found in this step, by scores alone: the common case."""
         if self.score != "attention" or not any(over):
             return False
         if self.size == 1:
             return max(evict) == 1
-        return not any(evict) and max(map(sub, over, state["marked"].tolist())) == 1
+        return not any(evict) and max(map(sub, over, layer.marked.tolist())) == 1
 
-    def _add_and_find(self, view: DecodeView, attention_sum: Tensor, over: list[int], evict: list[int]) -> Tensor:
-        """The step's addition and the search (and with a bin the mark) in one pass: int64 [B, H or 1, 1].
+    def _add_and_find(
+        self, view: DecodeView, layer: BinLayer, attention_sum: Tensor, over: list[int], evict: list[int]
+    ) -> Tensor | None:
+        """The step's addition and the search (and with a bin the mark) in one pass: int64 [B, H or 1, 1] or None.
 
-        The same as `Segments.add` with `_lowest` or `_mark`. Sums over 16 heads or more may differ in their last bit.
+        The same as `Slots.add` with `_lowest` or `_mark`. Sums over 16 heads or more may differ in their last bit.
         """
-        segments, state = view.segments, view.state
-        groups = segments.heads if self.per_head else 1
+        slots = view.slots
+        groups = slots.heads if self.per_head else 1
         if self.size == 1:
             wanted = evict
-            first, end = self._positions_between(view, groups)
+            first, end = self._positions_between(view, layer, groups)
         else:
-            wanted = list(map(sub, over, state["marked"].tolist()))
-            state["marked"] = torch.tensor(over)
-            lengths = map(sub, segments.sequence_lengths, state["recent"].tolist())
+            wanted = list(map(sub, over, layer.marked.tolist()))
+            lengths = map(sub, slots.sequence_lengths, layer.recent.tolist())
             first, end = [self.sink] * (len(over) * groups), [length for length in lengths for _ in range(groups)]
         end = [limit if wanted[i // groups] else 0 for i, limit in enumerate(end)]
-        return cpu_scores.add_and_find(
-            segments.runs, segments.flat(SCORE), attention_sum, first, end, per_head=self.per_head, by_position=self.size == 1,
-            marked=None if self.size == 1 else segments.flat(MARKED),
+        found = slots.add_and_find(
+            SCORE, attention_sum, first, end, per_head=self.per_head, by_position=self.size == 1,
+            mark=None if self.size == 1 else MARKED,
         )  # fmt: skip
+        if found is not None and self.size > 1:
+            layer.marked = torch.tensor(over)
+        return found
 
-    def _positions_between(self, view: DecodeView, groups: int) -> tuple[list[int], list[int]]:
+    def _positions_between(self, view: DecodeView, layer: BinLayer, groups: int) -> tuple[list[int], list[int]]:
         """Positions of the candidates, [B * groups] each: from the first on, below the second."""
-        state, batch = view.state, view.segments.batch
+        batch = view.slots.batch
         first = [0] * (batch * groups)
-        if self.sink:
-            first = (state["last_sink"][:, :groups] + 1).flatten().tolist()
-        recent = state["recent"].tolist()
-        end = self._first_recent(view, recent) if any(recent) else view.seen
+        if layer.last_sink is not None:
+            first = (layer.last_sink[:, :groups] + 1).flatten().tolist()
+        recent = layer.recent.tolist()
+        end = self._first_recent(view, layer, recent) if any(recent) else view.seen
         if isinstance(end, Tensor):
             return first, end.expand(batch, groups, 1).flatten().tolist()
         return first, [end] * (batch * groups)
 
-    def _mark(self, view: DecodeView, over: list[int]) -> None:
+    def _mark(self, view: DecodeView, layer: BinLayer, over: list[int]) -> None:
         """Puts the lowest of the others into the bin until `over` [B] tokens are in it."""
-        segments, state = view.segments, view.state
-        new = [count - marked for count, marked in zip(over, state["marked"].tolist(), strict=True)]
+        new = [count - marked for count, marked in zip(over, layer.marked.tolist(), strict=True)]
         if any(new):
-            order = self._order(view)
-            marked = segments.view(MARKED)[:, : order.shape[1]]
-            segments.put(MARKED, _lowest(order.masked_fill(marked, torch.inf), new), new, True)
-        state["marked"] = torch.tensor(over)
+            order = self._order(view, layer)
+            marked = view.slots.field(MARKED)[:, : order.shape[1]]
+            view.slots.put(MARKED, _lowest(order.masked_fill(marked, torch.inf), new), new, True)
+        layer.marked = torch.tensor(over)
 
-    def _flush(self, view: DecodeView, over: list[int], evict: list[int]) -> Tensor:
-        """Empties the bin of `evict` [B] tokens, or of the lowest of all; bool [B, H, M] of what stays."""
-        segments, state = view.segments, view.state
-        order = -self._order(view)  # the highest goes first
-        marked = segments.view(MARKED)[:, : order.shape[1]]
-        new = [count - was for count, was in zip(over, state["marked"].tolist(), strict=True)]
+    def _flush(
+        self, view: DecodeView, layer: BinLayer, over: list[int], evict: list[int], flushes: int
+    ) -> Decision:
+        """Empties the bin of `evict` [B] tokens, or of the lowest of all."""
+        slots, restored_slots = view.slots, 0
+        order = -self._order(view, layer)  # the highest goes first
+        marked = slots.field(MARKED)[:, : order.shape[1]]
+        new = [count - was for count, was in zip(over, layer.marked.tolist(), strict=True)]
         marked = marked | _first(order.masked_fill(marked, -torch.inf), new)
         left = [count - gone for count, gone in zip(over, evict, strict=True)]
         if self.mode == "mark" and not self.restore:
@@ -252,93 +270,97 @@ class RecycleBin:
             again = _first(order.masked_fill(victims, -torch.inf), left)
             flushing = torch.tensor([count > 0 for count in evict], device=order.device)[:, None, None]
             restored = marked & ~victims & ~again & flushing
-            heads = segments.heads if not self.per_head else 1
-            view.count(restored=int(restored.sum()) * heads)
+            restored_slots = int(restored.sum()) * (1 if self.per_head else slots.heads)
             marked = torch.where(flushing, again, marked)
-        state["marked"] = torch.tensor(left)
-        segments.set_field(MARKED, marked.expand(-1, segments.heads, -1))
-        return ~victims.expand(-1, segments.heads, -1)
+        layer.marked = torch.tensor(left)
+        slots.set_field(MARKED, marked.expand(-1, slots.heads, -1))
+        return Decision(keep=~victims.expand(-1, slots.heads, -1), restored=restored_slots, flushes=flushes)
 
-    def _order(self, view: DecodeView, positions: Tensor | None = None) -> Tensor:
+    def _order(self, view: DecodeView, layer: BinLayer, positions: Tensor | None = None) -> Tensor:
         """What tokens are ranked by, [B, H or 1, M], to be read only; the lowest goes first, and those with inf never.
 
         positions [B, H, M] where slots may lie in any order; without, they lie in the order of tokens.
         """
         order = self._values(view)
-        segments, state = view.segments, view.state
-        recent, ragged = state["recent"].tolist(), not segments.runs.uniform
+        slots = view.slots
+        recent, ragged = layer.recent.tolist(), not slots.uniform
         barred = None
         if positions is None:
             if ragged or self.sink or any(recent):
-                slots = torch.arange(segments.max_length, device=order.device)
-                end = (segments.lengths[:, 0] - state["recent"]).to(order.device)[:, None, None]
-                barred = (slots < self.sink) | (slots >= end)
+                number = torch.arange(slots.max_length, device=order.device)
+                end = (slots.lengths[:, 0] - layer.recent).to(order.device)[:, None, None]
+                barred = (number < self.sink) | (number >= end)
         else:
             positions = positions[:, : order.shape[1]]
             if ragged or self.sink:
-                barred = positions <= (state["last_sink"][:, : order.shape[1]] if self.sink else -1)
+                barred = positions <= (-1 if layer.last_sink is None else layer.last_sink[:, : order.shape[1]])
             if any(recent):
-                newest = positions >= self._first_recent(view, recent)
+                newest = positions >= self._first_recent(view, layer, recent)
                 barred = newest if barred is None else barred | newest
         return order if barred is None else order.masked_fill(barred, torch.inf)
 
-    def _look_up_protected(self, view: DecodeView) -> None:
+    def _look_up_protected(self, view: DecodeView, layer: BinLayer) -> None:
         """Before slots are moved for the first time: which tokens are sinks, and which are the newest.
 
         From then on both go by position. The newest ones are those from `seen` - `recent` on, except where the prompt's
         last tokens are not consecutive; then their positions are remembered until as many tokens were decoded.
         """
-        segments, state, device = view.segments, view.state, view.segments.device
-        positions, lengths = segments.view_positions(), segments.lengths[:, 0]
-        state["since"] = view.seen
+        slots, device = view.slots, view.slots.device
+        positions, lengths = slots.positions(), slots.lengths[:, 0]
+        layer.since = view.seen
         if self.sink:
             at = positions[..., : self.sink]
             last = at[..., -1:] if at.shape[-1] == self.sink else at.new_zeros(*at.shape[:2], 1)
-            missing = (self.sink - lengths).to(device, torch.int32)[:, None, None]  # sinks that are still to come
-            state["last_sink"] = torch.where(missing > 0, view.seen + missing - 1, last)
-        most = int(state["recent"].max())
+            missing = (self.sink - lengths).to(device, positions.dtype)[:, None, None]  # sinks that are still to come
+            layer.last_sink = torch.where(missing > 0, view.seen + missing - 1, last)
+        most = int(layer.recent.max())
         if most:
-            recent = state["recent"].to(device)[:, None, None]
-            number = torch.arange(most, device=device)
+            # A sequence that stores fewer than `recent` tokens protects all of them: no entries for missing ones.
+            layer.skipped = max(0, int((layer.recent - lengths).min()))
+            recent = layer.recent.to(device)[:, None, None]
+            number = torch.arange(layer.skipped, most, device=device)
             slot = lengths.to(device)[:, None, None] - recent + number
-            slot = torch.where(number < recent, slot, -1).expand(-1, segments.heads, -1)
-            newest = positions.gather(-1, slot.clamp(0, segments.max_length - 1)).masked_fill(slot < 0, -1)
-            if not bool(((newest == view.seen - recent + number) | (number >= recent)).all()):
-                state["newest"] = newest
+            slot = torch.where(number < recent, slot, -1).expand(-1, slots.heads, -1)
+            newest = positions.gather(-1, slot.clamp(0, slots.max_length - 1)).masked_fill(slot < 0, -1)
+            consecutive = (view.seen - recent + number).clamp_min(-1)
+            if not bool(((newest == consecutive) | (number >= recent)).all()):
+                layer.newest = newest
 
-    def _first_recent(self, view: DecodeView, recent: list[int]) -> Tensor | int:
+    def _first_recent(self, view: DecodeView, layer: BinLayer, recent: list[int]) -> Tensor | int:
         """The lowest position that is protected as recent: one for all, or [B, H or 1, 1]."""
-        state, device = view.state, view.segments.device
-        if "newest" not in state:
+        device, newest = view.slots.device, layer.newest
+        if newest is None:
             first = [view.seen - count for count in recent]
             return first[0] if len(set(first)) == 1 else torch.tensor(first, device=device)[:, None, None]
-        passed, newest = view.seen - state["since"], state["newest"]
+        passed = view.seen - (layer.since or 0)
         decoded = torch.tensor(recent, device=device)[:, None, None]
         if passed >= max(recent):
-            del state["newest"]
-            return self._first_recent(view, recent)
+            layer.newest = None
+            return self._first_recent(view, layer, recent)
         heads = newest.shape[1] if self.per_head else 1
-        return torch.where(passed < decoded, newest[:, :heads, passed : passed + 1], view.seen - decoded)
+        at = passed - layer.skipped
+        remembered = newest[:, :heads, at : at + 1] if at >= 0 else newest.new_full((1, 1, 1), -1)
+        return torch.where(passed < decoded, remembered, view.seen - decoded)
 
     def _count_uses(self, view: DecodeView, attention_sum: Tensor) -> None:
         """One more step for every slot, one more use for the most attended tenth (equals of its last one included)."""
-        segments = view.segments
+        slots = view.slots
         pooled = attention_sum if self.per_head else attention_sum.sum(1, keepdim=True)
-        tenth = (segments.lengths[:, : pooled.shape[1]] * MOST_ATTENDED).ceil().to(torch.long)
+        tenth = (slots.lengths[:, : pooled.shape[1]] * MOST_ATTENDED).ceil().to(torch.long)
         best = pooled.topk(int(tenth.max()), dim=-1).values
         least = best.gather(-1, (tenth - 1).to(attention_sum.device)[..., None])
-        segments.set_field(USES, segments.field(USES) + ((pooled >= least) & (pooled > 0)))
-        segments.set_field(AGE, segments.field(AGE) + 1)
+        slots.set_field(USES, slots.field(USES) + ((pooled >= least) & (pooled > 0)))
+        slots.set_field(AGE, slots.field(AGE) + 1)
 
     def _values(self, view: DecodeView) -> Tensor:
         """Cumulative attention, or the mean of two ranks: [B, H or 1, M], to be read only."""
-        score = view.segments.view(SCORE)
+        score = view.slots.field(SCORE)
         value = score if self.per_head else score.sum(1, keepdim=True)
         if self.score == "attention":
             return value
-        segments, heads = view.segments, value.shape[1]
-        valid = segments.valid()[:, :heads]
-        frequency = segments.view(USES)[:, :heads] / segments.view(AGE)[:, :heads].clamp_min(1)
+        slots, heads = view.slots, value.shape[1]
+        valid = slots.valid()[:, :heads]
+        frequency = slots.field(USES)[:, :heads] / slots.field(AGE)[:, :heads].clamp_min(1)
         weight = self.frequency_weight
         return weight * _rank(frequency.to(value.dtype), valid) + (1 - weight) * _rank(value, valid)
 
@@ -386,11 +408,14 @@ def check_rows(name: str, rows: str | int) -> None:
         raise MethodError(f"{name}: prefill_rows must be 'all' or a whole number of rows above 0; got {rows!r}")
 
 
-def check_room(name: str, steady: Tensor, protected: int, what: str) -> None:
-    """Raises where the protected tokens alone exceed the steady size of some sequence."""
-    smallest = math.inf if steady.numel() == 0 else int(steady.min())
-    if smallest < protected:
+def check_room(name: str, steady: Tensor, contexts: Tensor, protected: int, what: str) -> None:
+    """Raises where the protected tokens alone exceed the steady size of every sequence that is longer than them.
+
+    steady, contexts: int64 [B]. Shorter sequences of a batch just keep their protected tokens.
+    """
+    room = steady[contexts.to(steady.device) > protected]
+    if room.numel() and int(room.max()) < protected:
         raise MethodError(
-            f"{name}: the budget gives a sequence {smallest} tokens per head, fewer than the {protected} that {what} "
-            "protects; raise the budget or lower them"
+            f"{name}: the budget gives a sequence {int(room.max())} tokens per head, fewer than the {protected} that "
+            f"{what} protects; raise the budget or lower them"
         )

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from foveakv.core.attention_stats import attention_rows
 from foveakv.errors import MethodError
-from foveakv.methods.base import Method, PrefillView, keep_top
+from foveakv.core.selection import keep_top
+from foveakv.methods.base import Method
 from foveakv.methods.checks import flag, share, whole_number
+from foveakv.methods.views import Decision, Granularity, Observes, PrefillView, PromptView, State
 
-if TYPE_CHECKING:
-    from foveakv.engines.transformers.cache import CompressedCache
+
+@dataclass
+class FastVState(State):
+    """keep: bool [B, C], the columns that later layers keep; None until the scoring layer has chosen."""
+
+    keep: Tensor | None = None
 
 
 @dataclass
@@ -46,35 +52,37 @@ class FastV(Method):
         flag(self.name, "drop_hidden_states", self.drop_hidden_states)
 
     @property
-    def drop_hidden_after(self) -> int | None:
+    def granularity(self) -> Granularity:
+        return "layer"
+
+    @property
+    def observes(self) -> Observes:
+        return Observes(queries="window")
+
+    @property
+    def prunes_after(self) -> int | None:
         return self.layer - 1 if self.drop_hidden_states else None
 
     def needs_queries(self, compressed_idx: int) -> bool:
         return compressed_idx == self.layer - 1
 
-    def begin(self, cache: CompressedCache) -> None:
-        layers = len(cache.compressed)
+    def begin(self, request: PromptView) -> FastVState:
+        layers = len(request.layers)
         if self.layer >= layers:
             raise MethodError(
                 f"fastv: layer={self.layer} leaves no later layer to prune; this model compresses {layers}"
             )
+        return FastVState()
 
-    def prefill(self, view: PrefillView) -> Tensor | None:
+    def prefill(self, view: PrefillView) -> Decision | None:
+        state: FastVState = view.state
         scoring = self.layer - 1
-        if view.compressed_idx < scoring:
-            return None
         if view.compressed_idx == scoring:
-            keep = self._choose(view)
-            view.cache.state["fastv_keep"] = keep
-            if self.drop_hidden_states and not bool(keep.all()):
-                view.cache.drop_hidden(keep)
+            state.keep = self._choose(view)
+            return Decision(stream=state.keep if self.drop_hidden_states else None)
+        if view.compressed_idx < scoring or state.keep is None:
             return None
-        if view.cache.dropped is not None:
-            return None  # pruned tokens never came here
-        return view.cache.state["fastv_keep"][:, None]
-
-    def after_prefill(self, cache: CompressedCache) -> None:
-        cache.state.pop("fastv_keep", None)
+        return Decision(keep=state.keep.gather(1, view.positions)[:, None])
 
     def _choose(self, view: PrefillView) -> Tensor:
         """The columns that stay in later layers: bool [B, C]."""

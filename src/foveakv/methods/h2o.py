@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
 from foveakv.core.budget import parse_budget
 from foveakv.methods import checks
-from foveakv.methods.base import DecodeView, Drop, Method, PrefillView
-from foveakv.methods.ddes import RecycleBin, check_rows, prompt_scores
+from foveakv.methods.base import Method
+from foveakv.methods.ddes import BinState, RecycleBin, check_rows, prompt_scores
+from foveakv.methods.results import Results
+from foveakv.methods.views import (
+    Decision, DecodeView, Granularity, Observes, PrefillView, PromptView, ResultView, State, When,
+)
 
-if TYPE_CHECKING:
-    from foveakv.engines.transformers.cache import CompressedCache
+
+@dataclass
+class H2OState(State):
+    """steady, recent: int64 [B], tokens per head that stay, and those of them that are the newest."""
+
+    steady: Tensor
+    recent: Tensor
+    bins: BinState = field(default_factory=BinState)
 
 
 @dataclass
@@ -44,36 +54,36 @@ class H2O(Method):
         check_rows(self.name, self.prefill_rows)
 
     @property
-    def needs_attention_sum(self) -> bool:
-        return True
+    def granularity(self) -> Granularity:
+        return "head" if self.per_head_scores else "layer"
 
     @property
-    def evicts_while_decoding(self) -> bool:
-        return True
+    def observes(self) -> Observes:
+        return Observes(queries="all", attention_sum=True)
+
+    @property
+    def decides(self) -> tuple[When, ...]:
+        return "prefill", "decode"
 
     @property
     def _bin(self) -> RecycleBin:
         return RecycleBin(size=1, per_head=self.per_head_scores)
 
-    def needs_queries(self, compressed_idx: int) -> bool:
-        return True
+    def begin(self, request: PromptView) -> H2OState:
+        steady = request.budget_tokens(self.budget, steady=True)
+        heavy = (steady.double() * self.heavy_ratio + 1e-9).floor().long()
+        return H2OState(steady, steady - heavy)
 
-    def begin(self, cache: CompressedCache) -> None:
-        if cache.geometry is not None:
-            steady = parse_budget(self.budget).steady(cache.geometry)
-            heavy = (steady.double() * self.heavy_ratio + 1e-9).floor().long()
-            cache.state["h2o"] = steady, steady - heavy
-
-    def prefill(self, view: PrefillView) -> Tensor:
-        steady, recent = view.cache.state["h2o"]
+    def prefill(self, view: PrefillView) -> Decision:
+        state: H2OState = view.state
         sums = prompt_scores(view, self.prefill_rows)
         keep = view.prompt.real[:, None].expand_as(sums)
-        keep = self._bin.shrink(sums, keep, steady, recent)
-        self._bin.note(view.state, sums, keep, steady, recent)
-        return keep
+        keep = self._bin.shrink(sums, keep, state.steady, state.recent)
+        state.bins.add_layer(state.steady, state.recent)
+        return Decision(keep=keep, fields=self._bin.fields(sums))
 
-    def after_prefill(self, cache: CompressedCache) -> None:
-        self._bin.open(cache)
+    def decode(self, view: DecodeView) -> Decision | None:
+        return self._bin.step(view, view.state.bins)
 
-    def decode(self, view: DecodeView) -> Tensor | Drop | None:
-        return self._bin.step(view)
+    def results(self, view: ResultView) -> Results:
+        return Results()

@@ -6,22 +6,24 @@ decoding, DDES (dynamic decoding eviction strategy, `ddes.py`) drops text and vi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from foveakv.core import attention_stats as scores
 from foveakv.core.budget import parse_budget
+from foveakv.core.selection import keep_top
 from foveakv.errors import MethodError, NoVisualTokensError
 from foveakv.methods import checks
-from foveakv.methods.base import DecodeView, Drop, Method, PrefillView, keep_top
-from foveakv.methods.ddes import RecycleBin, check_room, check_rows, prompt_scores
-
-if TYPE_CHECKING:
-    from foveakv.engines.transformers.cache import CompressedCache
+from foveakv.methods.base import Method
+from foveakv.methods.ddes import BinState, RecycleBin, check_room, check_rows, prompt_scores
+from foveakv.methods.results import Results
+from foveakv.methods.views import (
+    Decision, DecodeView, Granularity, Observes, PrefillView, PromptView, ResultView, State, When,
+)
 
 R, RELATIVE_R, ALPHA = 0.0012, 0.7, 0.001
 # Values that the paper gives for its models.
@@ -42,6 +44,21 @@ _DAP_OPTIONS: dict[str, Any] = {
     "drop_hidden_states": False,
     "statistics": False,
 }
+
+
+@dataclass
+class HAEState(State):
+    """keep: bool [B, C], the columns that DAP leaves in all layers. steady, recent: int64 [B], for DDES.
+
+    longer: some sequence is over its steady size. figures: plain values for the report.
+    """
+
+    keep: Tensor
+    steady: Tensor | None = None
+    recent: Tensor | None = None
+    longer: bool = False
+    bins: BinState = field(default_factory=BinState)
+    figures: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -169,15 +186,21 @@ class HAE(Method):
         )  # fmt: skip
 
     @property
-    def needs_attention_sum(self) -> bool:
-        return self.ddes
+    def granularity(self) -> Granularity:
+        if not self.ddes:
+            return "token"
+        return "head" if self.per_head_scores else "layer"
 
     @property
-    def evicts_while_decoding(self) -> bool:
-        return self.ddes
+    def observes(self) -> Observes:
+        return Observes(queries="all", attention_sum=True) if self.ddes else Observes(queries="text")
 
     @property
-    def drop_hidden_after(self) -> int | None:
+    def decides(self) -> tuple[When, ...]:
+        return ("prefill", "decode") if self.ddes else ("prefill",)
+
+    @property
+    def prunes_after(self) -> int | None:
         return 0 if self.drop_hidden_states else None
 
     def needs_queries(self, compressed_idx: int) -> bool:
@@ -185,43 +208,43 @@ class HAE(Method):
 
     # ---- the prompt
 
-    def begin(self, cache: CompressedCache) -> None:
-        prompt, geometry = cache.full_prompt, cache.geometry
+    def begin(self, request: PromptView) -> HAEState:
+        prompt = request.prompt
         if not self.ddes and not bool(prompt.visual.any()):
             raise NoVisualTokensError(
                 "hae with ddes=False drops visual tokens only, and this prompt has no image or video; add one, or use "
                 "ddes=True"
             )
-        if self.ddes and self.budget is not None and geometry is not None and self.compress_prompt:
-            steady = parse_budget(self.budget).steady(geometry)
-            check_room("hae", steady, self.sink + self.recent, "sink + recent")
+        if self.ddes and self.budget is not None and self.compress_prompt:
+            steady = request.budget_tokens(self.budget, steady=True)
+            check_room("hae", steady, prompt.lengths, self.sink + self.recent, "sink + recent")
+        return HAEState(prompt.real)
 
-    def prefill(self, view: PrefillView) -> Tensor | None:
-        """DAP in the first layer, its verdict in all (index broadcasting); then the scores that DDES starts from."""
-        shared = view.cache.state
+    def prefill(self, view: PrefillView) -> Decision:
+        """DAP in the first layer, its choice in all (index broadcasting); then the scores that DDES starts from."""
+        state: HAEState = view.state
+        stream = None
         if view.compressed_idx == 0:
             pruned = self._prune(view) if self.dap else torch.zeros_like(view.prompt.real)
-            shared["hae_keep"] = view.prompt.real & ~pruned
-            shared.setdefault("hae", {})["evicted_visual"] = pruned.sum(-1).tolist()
-            if self.drop_hidden_states and bool(pruned.any()):
-                view.cache.drop_hidden(shared["hae_keep"])
+            state.keep = view.prompt.real & ~pruned
+            state.figures["evicted_visual"] = pruned.sum(-1).tolist()
+            if self.drop_hidden_states:
+                stream = state.keep
             if self.ddes:
-                lengths = shared["hae_keep"].sum(-1).cpu()
-                steady, recent = self._steady(view.cache, lengths)
-                shared["hae_sizes"] = steady, recent, bool((lengths > steady).any())
-        shortened = view.compressed_idx > 0 and view.cache.dropped is not None  # pruned tokens never came here
-        keep = (view.prompt.real if shortened else shared["hae_keep"])[:, None]
-        if not self.ddes:
-            return keep
+                lengths = state.keep.sum(-1).cpu()
+                state.steady, state.recent = self._steady(view, lengths)
+                state.longer = bool((lengths > state.steady).any())
+        keep = (state.keep.gather(1, view.positions) & view.prompt.real)[:, None]
+        if not self.ddes or state.steady is None or state.recent is None:
+            return Decision(keep=keep, stream=stream)
         keep = keep.expand(-1, view.keys.shape[1], -1)
         sums = prompt_scores(view, self.prefill_rows)
-        steady, recent, longer = shared["hae_sizes"]
-        if longer:
+        if state.longer:
             before = int(keep.sum())
-            keep = self._bin.shrink(sums, keep, steady, recent)
-            shared["hae"]["evicted_prompt"] = shared["hae"].get("evicted_prompt", 0) + before - int(keep.sum())
-        self._bin.note(view.state, sums, keep, steady, recent)
-        return keep
+            keep = self._bin.shrink(sums, keep, state.steady, state.recent)
+            state.figures["evicted_prompt"] = state.figures.get("evicted_prompt", 0) + before - int(keep.sum())
+        state.bins.add_layer(state.steady, state.recent)
+        return Decision(keep=keep, stream=stream, fields=self._bin.fields(sums))
 
     def _prune(self, view: PrefillView) -> Tensor:
         """DAP on the first layer: the visual tokens to drop, bool [B, C]."""
@@ -235,7 +258,7 @@ class HAE(Method):
         if self.statistics:
             sparse = scores.sparsity(*given, (visual, view.prompt.text))
             spread = [_mean(stats.variance, columns) for columns in (visual, view.prompt.text)]
-            view.cache.state["hae"] = {
+            view.state.figures |= {
                 "visual_sparsity": sparse[0].tolist(), "text_sparsity": sparse[1].tolist(),
                 "visual_variance": spread[0].tolist(), "text_variance": spread[1].tolist(),
             }  # fmt: skip
@@ -271,23 +294,19 @@ class HAE(Method):
             gone = keep_top((-least).masked_fill(~gone, -torch.inf), torch.full_like(count[:, 0], self.c))
         return gone
 
-    def after_prefill(self, cache: CompressedCache) -> None:
-        if self.ddes:
-            self._bin.open(cache)
-        for name in ("hae_keep", "hae_sizes"):
-            cache.state.pop(name, None)
+    def decode(self, view: DecodeView) -> Decision | None:
+        return self._bin.step(view, view.state.bins)
 
-    def summary(self, cache: CompressedCache) -> dict[str, Any]:
-        return {**cache.state.get("hae", {}), **cache.state.get("ddes", {})}
+    def results(self, view: ResultView) -> Results:
+        """Tokens that DAP evicted, slots that DDES evicted at the prompt and while decoding, its steady size and peak."""
+        state: HAEState = view.state
+        return Results({**state.figures, **state.bins.figures()})
 
-    def decode(self, view: DecodeView) -> Tensor | Drop | None:
-        return self._bin.step(view)
-
-    def _steady(self, cache: CompressedCache, length: Tensor) -> tuple[Tensor, Tensor]:
+    def _steady(self, view: PrefillView, length: Tensor) -> tuple[Tensor, Tensor]:
         """l and the protected newest tokens of each sequence, [B] each; length [B] is the prompt's after DAP."""
         steady = length
-        if self.budget is not None and cache.geometry is not None:
-            steady = parse_budget(self.budget).steady(cache.geometry)
+        if self.budget is not None:
+            steady = view.budget_tokens(self.budget, steady=True).cpu()
             if not self.compress_prompt:
                 steady = torch.maximum(steady, length)
         steady = steady.clamp_min(max(self.sink + self.recent, 1))

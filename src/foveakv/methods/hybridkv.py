@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from foveakv.core.allocation import allocate_heads
 from foveakv.core.attention_stats import text_rows, topk_attention, window_scores
-from foveakv.core.budget import Geometry, parse_budget
-from foveakv.core.columns import from_end, real_first
-from foveakv.core.prompt import PromptMap
-from foveakv.errors import CacheInUseError, MethodError, UnsupportedModeError
-from foveakv.kernels.paged import reads_pages
-from foveakv.memory.chunk_files import Place
-from foveakv.memory.chunks import ChunkStore
-from foveakv.memory.digests import DigestDtype, digest_bytes
-from foveakv.memory.segments import Segments
-from foveakv.methods.base import DecodeView, Method, PrefillView, keep_top
+from foveakv.core.budget import Geometry, digest_bytes, parse_budget
+from foveakv.core.columns import from_end
+from foveakv.core.selection import keep_top
+from foveakv.errors import MethodError
+from foveakv.methods.base import Method
 from foveakv.methods.checks import choice, flag, number, share, whole_number
-from foveakv.methods.retrieval import retrieve
-
-if TYPE_CHECKING:
-    from foveakv.engines.transformers.cache import CompressedCache, CompressedLayer
-
+from foveakv.methods.results import HeadMaps, Results
+from foveakv.methods.views import (
+    Decision, Observes, Offload, PrefillView, PromptEndView, PromptView, ResultView, State, When,
+)
 
 PRESETS: dict[str, dict[str, Any]] = {
     # What the paper states for its models; the power of two is the nearest, and digests come on top of the budget.
@@ -36,6 +30,23 @@ PRESETS: dict[str, dict[str, Any]] = {
     # are shorter than 32 tokens, pictures are few tokens wide, and digests of float32 eat a small budget.
     "small": {"theta_quantile": 0.7, "window": 8, "chunk_size": 4, "digest_dtype": "int8"},
 }
+
+
+@dataclass
+class HybridKVState(State):
+    """rows: text rows [B, n] and which count. k: of every sequence. Per layer during the prefill: S [B, H], the classes
+    [B, H], and scores [B, H, C] of static heads. After it: the maps, and int64 [B] slots of the budget without digests
+    (total) and before rounding and trimming (nominal).
+    """
+
+    rows: tuple[Tensor, Tensor]
+    k: list[int]
+    scores: list[Tensor] = field(default_factory=list)
+    static: list[Tensor] = field(default_factory=list)
+    window_scores: list[Tensor | None] = field(default_factory=list)
+    heads: HeadMaps | None = None
+    total: Tensor | None = None
+    nominal: Tensor | None = None
 
 
 @dataclass
@@ -84,8 +95,7 @@ class HybridKV(Method):
         head_level: False gives every static head the same budget.
         type_level: False gives static and dynamic heads the same mean budget.
 
-    After the prompt `cache.state["hybridkv"]` holds scores, classes and budgets as CPU tensors [B, L, H], see the end
-    of `after_prefill`.
+    `results` has scores, classes and budgets per head.
     """
 
     budget: float | int | str = 0.1
@@ -101,9 +111,9 @@ class HybridKV(Method):
     rounding: Literal["down", "nearest"] = "down"
     spend_rest: bool = False
     min_budget: int | None = None
-    store: Place = "host"
+    store: Literal["host", "device", "disk"] = "host"
     store_dir: str | None = None
-    digest_dtype: DigestDtype = "model"
+    digest_dtype: Literal["model", "bf16", "int8"] = "model"
     classify: Literal["auto", "all_static", "all_dynamic"] = "auto"
     head_level: bool = True
     type_level: bool = True
@@ -138,11 +148,13 @@ class HybridKV(Method):
             raise MethodError(f'hybridkv: store_dir is used by store="disk" only; this one has store={self.store!r}')
 
     @property
-    def retrieves(self) -> bool:
-        return self.classify != "all_static"
+    def observes(self) -> Observes:
+        return Observes(queries="all")
 
-    def needs_queries(self, compressed_idx: int) -> bool:
-        return True
+    @property
+    def decides(self) -> tuple[When, ...]:
+        static = ("prefill", "after_prefill")
+        return static if self.classify == "all_static" else (*static, "read")
 
     @property
     def _late(self) -> bool:
@@ -151,37 +163,35 @@ class HybridKV(Method):
 
     # ---- prefill
 
-    def begin(self, cache: CompressedCache) -> None:
-        prompt = cache.full_prompt
+    def begin(self, request: PromptView) -> HybridKVState:
+        prompt = request.prompt
         share = Fraction(repr(float(self.k_ratio)))  # exact: 0.05 * 140 is 7 and not a little more
         k = [max(1, math.ceil(share * length)) for length in prompt.lengths.tolist()]
-        cache.state["hybridkv"] = *text_rows(prompt, self.text_rows == "after_visual", self.max_text_rows), k
+        return HybridKVState(text_rows(prompt, self.text_rows == "after_visual", self.max_text_rows), k)
 
-    def prefill(self, view: PrefillView) -> Tensor | None:
+    def prefill(self, view: PrefillView) -> Decision:
         prompt, state = view.prompt, view.state
-        rows, valid, k = view.cache.state["hybridkv"]
-        scores = topk_attention(view.query, view.keys, rows, valid, view.scaling, view.visible, k)  # [B, H]
+        scores = topk_attention(
+            view.query, view.keys, *state.rows, view.scaling, view.visible, state.k
+        )  # [B, H]
         static = torch.ones_like(scores, dtype=torch.bool) if self._late else self._static(scores)
-        state["scores"], state["static"] = scores, static
+        state.scores.append(scores)
+        state.static.append(static)
+        window = None
         if bool(static.any()):
-            state["window_scores"] = window_scores(
-                view.query, view.keys, self.window, view.scaling, view.visible, prompt.real
-            )  # [B, H, C]
-        layer = view.cache.compressed[view.compressed_idx]
-        self._offload(layer, view.keys, view.values, prompt.real, view.positions, ~static)
+            window = window_scores(view.query, view.keys, self.window, view.scaling, view.visible, prompt.real)
+        state.window_scores.append(window)
         # Dynamic heads keep one complete chunk as well, in case their budget turns out too small to retrieve.
         incomplete = prompt.lengths % self.chunk_size
-        return static[..., None] | (from_end(prompt.real) <= (incomplete + self.chunk_size)[:, None])[:, None]
+        keep = static[..., None] | (from_end(prompt.real) <= (incomplete + self.chunk_size)[:, None])[:, None]
+        return Decision(keep=keep, offload=self._offload(~static))
 
-    def after_prefill(self, cache: CompressedCache) -> None:
-        geometry, prompt, layers = cache.geometry, cache.full_prompt, cache.compressed
-        if geometry is None:
-            raise CacheInUseError("a budget is known only once the prompt is")
-        scores = torch.stack([layer.state.pop("scores") for layer in layers], 1).cpu()  # [B, L, H]
-        static = torch.stack([layer.state.pop("static") for layer in layers], 1).cpu()
-        if self._late:
-            static = self._static(scores)
-        totals = parse_budget(self.budget).slots(geometry).tolist()
+    def after_prefill(self, view: PromptEndView) -> list[Decision]:
+        request, state = view.request, view.state
+        geometry, prompt = request.geometry, request.prompt
+        scores = torch.stack(state.scores, 1).cpu()  # [B, L, H]
+        static = self._static(scores) if self._late else torch.stack(state.static, 1).cpu()
+        totals = request.budget_slots(self.budget).tolist()
         if self.count_digests:
             totals = self._less_digests(totals, static, geometry)
         minimum = self.window if self.min_budget is None else self.min_budget
@@ -194,34 +204,30 @@ class HybridKV(Method):
             for b, context in enumerate(prompt.lengths.tolist())
         ]  # fmt: skip
         budgets = torch.stack([part.budgets for part in parts])  # [B, L, H]
-        for layer in layers:
-            self._settle(layer, prompt, static[:, layer.compressed_idx], budgets[:, layer.compressed_idx])
-        stores = {layer.compressed_idx: store for layer in layers if (store := layer.state.get("store")) is not None}
-        reserved = torch.stack([_segments(layer).lengths for layer in layers], 1)
-        for compressed_idx, store in stores.items():
-            reserved[:, compressed_idx] += store.chosen_slots
-        cache.state["hybridkv"] = {
-            "scores": scores,  # [B, L, H], S of Eq. 3
-            "static": static,  # [B, L, H]
-            "budgets": budgets,  # [B, L, H] slots
-            "slots": reserved,  # [B, L, H] slots on the device after the prompt, chosen chunks included
-            "total": torch.tensor(totals),  # [B] slots of the budget, digests taken off
-            "nominal": torch.tensor([part.nominal for part in parts]),  # [B] before rounding and trimming
-            "digest_bytes": sum(store.digest_nbytes for store in stores.values()),
-        }
+        settled = [
+            self._settle(prompt.real, prompt.text, static[:, layer], budgets[:, layer], window)
+            for layer, window in enumerate(state.window_scores)
+        ]
+        state.total = torch.tensor(totals)
+        state.nominal = torch.tensor([part.nominal for part in parts])
+        state.heads = HeadMaps(scores, static, budgets, torch.stack([slots for _, slots in settled], 1))
+        state.scores, state.static, state.window_scores = [], [], []
+        return [decision for decision, _ in settled]
 
-    def summary(self, cache: CompressedCache) -> dict[str, Any]:
-        """Shares and totals over the sequences; the maps behind them are in `cache.state["hybridkv"]`."""
-        state = cache.state.get("hybridkv")
-        if not isinstance(state, dict):
-            return {}
-        return {
-            "static_share": float(state["static"].float().mean()),
-            "budget_slots": int(state["total"].sum()),
-            "nominal_slots": int(state["nominal"].sum()),
-            "slots": int(state["slots"].sum()),
-            "digest_bytes": int(state["digest_bytes"]),
+    def results(self, view: ResultView) -> Results:
+        """Shares and totals over the sequences, and the maps that they come from."""
+        state: HybridKVState = view.state
+        heads = state.heads
+        if heads is None or state.total is None or state.nominal is None:
+            return Results()
+        figures = {
+            "static_share": float(heads.static.float().mean()),
+            "budget_slots": int(state.total.sum()),
+            "nominal_slots": int(state.nominal.sum()),
+            "slots": int(heads.slots.sum()),
+            "digest_bytes": view.digest_bytes,
         }
+        return Results(figures, heads=heads)
 
     def _less_digests(self, totals: list[int], static: Tensor, geometry: Geometry) -> list[int]:
         """What a budget leaves for slots once every dynamic head's digests are paid for, at least one slot per head.
@@ -248,55 +254,31 @@ class HybridKV(Method):
         threshold = scores.flatten(1).double().quantile(self.theta_quantile, dim=1)
         return scores.double() >= threshold.view(-1, *[1] * (scores.dim() - 1))
 
-    def _offload(
-        self, layer: CompressedLayer, keys: Tensor, values: Tensor, real: Tensor, positions: Tensor, dynamic: Tensor
-    ) -> None:
-        """Moves the complete chunks of the dynamic heads [B, H] to a store of this layer."""
-        if bool(dynamic.any()):
-            store = ChunkStore(
-                keys, values, real, positions, dynamic,
-                chunk=self.chunk_size, place=self.store, directory=self.store_dir, digest_dtype=self.digest_dtype,
-            )  # fmt: skip
-            layer.state["store"] = store
-            layer.extra_memory.append(store)
+    def _offload(self, dynamic: Tensor) -> Offload | None:
+        """The complete chunks of the dynamic heads [B, H] move to a store."""
+        if not bool(dynamic.any()):
+            return None
+        return Offload(dynamic, self.chunk_size, self.store, self.store_dir, "mean", self.digest_dtype)
 
-    def _settle(self, layer: CompressedLayer, prompt: PromptMap, static: Tensor, budgets: Tensor) -> None:
-        """Brings one layer to its budgets [B, H]: prunes static heads, says how many chunks dynamic ones choose."""
-        segments = _segments(layer)
-        real, device = prompt.real, prompt.real.device
+    def _settle(
+        self, real: Tensor, text: Tensor, static: Tensor, budgets: Tensor, window: Tensor | None
+    ) -> tuple[Decision, Tensor]:
+        """Brings one layer to its budgets: prunes static heads, says how many chunks dynamic heads choose.
+
+        real, text: bool [B, C]. static bool, budgets int64 [B, H] on the CPU. window: scores [B, H, C] of static heads.
+        Returns the decision, and the slots on the device, chosen chunks included: int64 [B, H] on the CPU.
+        """
+        device = real.device
         static, budgets = static.to(device), budgets.to(device)
-        order = real_first(real)
-        if self._late:
-            keys, values = segments.gather()
-            stored = torch.arange(segments.max_length, device=device) < prompt.lengths[:, None]
-            self._offload(layer, keys, values, stored, order[:, : segments.max_length], ~static)
         # Dynamic heads keep the incomplete chunk; where no chunk fits beside it, as many of the newest tokens as do.
-        incomplete = (prompt.lengths % self.chunk_size)[:, None]
-        chunks = (budgets - incomplete).clamp_min(0) // self.chunk_size  # [B, H]
-        resident = torch.where(chunks > 0, incomplete, budgets)
-        keep = from_end(segments.valid()) <= resident[..., None]
-        scores = layer.state.pop("window_scores", None)
-        if scores is not None:
-            kept = text_prior_keep(scores, prompt.text, real, budgets, self.window)
-            kept = kept.gather(2, order[:, None].expand_as(kept))[..., : segments.max_length]
-            keep = torch.where(static[..., None], kept, keep)
-        segments.keep(keep)
-        store: ChunkStore | None = layer.state.get("store")
-        if store is not None:
-            in_place = reads_pages(segments.runs, store.stored, layer.cache.backend)
-            store.reserve(segments, chunks, in_place=in_place)
-
-    # ---- decoding
-
-    def before_attention(self, view: DecodeView) -> None:
-        store: ChunkStore | None = view.state.get("store")
-        if store is None:
-            return
-        if view.seen - view.query.shape[-2] < view.cache.prompt_columns:
-            raise UnsupportedModeError(
-                "hybridkv: the cache was cropped into its prompt, whose chunks cannot be taken back; start a new cache"
-            )
-        retrieve(store, view)
+        complete, incomplete = (part[:, None] for part in (real.sum(-1) // self.chunk_size, real.sum(-1) % self.chunk_size))
+        chunks = ((budgets - incomplete).clamp_min(0) // self.chunk_size).masked_fill(static, 0)  # [B, H]
+        keep = from_end(real)[:, None] <= torch.where(chunks > 0, incomplete, budgets)[..., None]
+        if window is not None:
+            keep = torch.where(static[..., None], text_prior_keep(window, text, real, budgets, self.window), keep)
+        slots = (keep & real[:, None]).sum(-1) + torch.minimum(chunks, complete) * self.chunk_size
+        offload = self._offload(~static) if self._late else None
+        return Decision(keep=keep, offload=offload, chunks=chunks), slots.cpu()
 
 
 _CHOICES = {
@@ -306,12 +288,6 @@ _CHOICES = {
     "digest_dtype": ("model", "bf16", "int8"),
     "classify": ("auto", "all_static", "all_dynamic"),
 }
-
-
-def _segments(layer: CompressedLayer) -> Segments:
-    if layer.segments is None:
-        raise CacheInUseError("the prompt has not been processed")
-    return layer.segments
 
 
 def text_prior_keep(scores: Tensor, text: Tensor, real: Tensor, budgets: Tensor, window: int) -> Tensor:

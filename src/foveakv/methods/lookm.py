@@ -11,9 +11,11 @@ from torch.nn import functional as F
 
 from foveakv.core.budget import parse_budget
 from foveakv.core.columns import newest
-from foveakv.methods.base import Method, PrefillView, keep_top
+from foveakv.core.selection import keep_top
+from foveakv.methods.base import Method
 from foveakv.methods.checks import choice, share
 from foveakv.methods.ddes import check_rows, prompt_scores
+from foveakv.methods.views import Decision, Observes, PrefillView
 
 Merge = Literal["pivot", "mean", "weighted", "none"]
 MERGES = ("pivot", "mean", "weighted", "none")
@@ -65,17 +67,19 @@ class LookM(Method):
     def merges(self) -> bool:
         return self.merge != "none"
 
-    def needs_queries(self, compressed_idx: int) -> bool:
-        return True
+    @property
+    def observes(self) -> Observes:
+        return Observes(queries="all")
 
-    def prefill(self, view: PrefillView) -> Tensor:
+    def prefill(self, view: PrefillView) -> Decision:
         prompt = view.prompt
-        size = self.budget_tokens(view.cache, self.budget)
+        size = view.budget_tokens(self.budget)
         recent = (size.double() * self.recent_ratio + 1e-9).long().clamp_min(1)
         keep = text_first(prompt_scores(view, self.prefill_rows), prompt.text, prompt.real, size, recent)
-        if self.merge != "none":
-            view.keys, view.values = merged(view.keys, view.values, keep, prompt.real, self.merge)
-        return keep
+        if self.merge == "none":
+            return Decision(keep=keep)
+        keys, values = merged(view.keys, view.values, keep, prompt.real, self.merge)
+        return Decision(keep=keep, keys=keys, values=values)
 
 
 def text_first(scores: Tensor, text: Tensor, real: Tensor, size: Tensor, recent: Tensor) -> Tensor:

@@ -8,9 +8,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from foveakv.methods.base import PrefillView, keep_top
+from foveakv.core.selection import keep_top
 from foveakv.methods.checks import choice
 from foveakv.methods.snapkv import SnapKV, window_and_scores
+from foveakv.methods.views import Decision, PrefillView
 
 
 @dataclass
@@ -36,7 +37,7 @@ class MixKV(SnapKV):
         super().__post_init__()
         choice(self.name, "intrinsic", self.intrinsic, ("value_norm", "key_norm", "none"))
 
-    def prefill(self, view: PrefillView) -> Tensor:
+    def prefill(self, view: PrefillView) -> Decision:
         size = self.layer_tokens(view)
         window, score = window_and_scores(view, self.window, size)
         score = self.smooth(score.masked_fill(window[:, None], 0.0))
@@ -50,7 +51,7 @@ class MixKV(SnapKV):
             importance = score + scaled_like(-norms(view.keys), score, candidates)
         mix = redundancy[..., None].to(score.dtype)
         score = (mix * diversity + (1 - mix) * importance).masked_fill(~candidates, -torch.inf)
-        return keep_top(score, (size - window.sum(-1))[:, None]) | window[:, None]
+        return Decision(keep=keep_top(score, (size - window.sum(-1))[:, None]) | window[:, None])
 
 
 def key_similarity(keys: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:

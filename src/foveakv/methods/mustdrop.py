@@ -9,23 +9,36 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from foveakv.core.attention_stats import attention_rows, head_mean_stats, text_rows
-from foveakv.core.prompt import VIDEO
+from foveakv.core.prompt import VIDEO, PromptMap
+from foveakv.core.selection import keep_top
 from foveakv.errors import MethodError
-from foveakv.methods.base import Method, PrefillView, keep_top
+from foveakv.methods.base import Method
 from foveakv.methods.checks import flag, number, share
-from foveakv.methods.late import keep_columns
-
-if TYPE_CHECKING:
-    from foveakv.core.prompt import PromptMap
-    from foveakv.engines.transformers.cache import CompressedCache
+from foveakv.methods.results import Results
+from foveakv.methods.views import (
+    Decision, Granularity, Observes, PrefillView, PromptEndView, PromptView, ResultView, State, When,
+)
 
 _IMAGES = 8  # images whose rows are formed at once
+
+
+@dataclass
+class MustDropState(State):
+    """stages: filtering layers that the model has. keep: bool [B, C], what the layers up to here leave.
+
+    protected: bool [B, C], key tokens, during the prefill. kept_visual: int64 [B], once it is over.
+    """
+
+    stages: list[int]
+    keep: Tensor
+    protected: Tensor | None = None
+    kept_visual: Tensor | None = None
 
 
 @dataclass
@@ -80,50 +93,62 @@ class MustDrop(Method):
                     f"got {target!r}"
                 )
 
+    @property
+    def granularity(self) -> Granularity:
+        return "layer"
+
+    @property
+    def observes(self) -> Observes:
+        return Observes(queries="text")
+
+    @property
+    def decides(self) -> tuple[When, ...]:
+        return "prefill", "after_prefill"
+
     def needs_queries(self, compressed_idx: int) -> bool:
         return compressed_idx in numbers(self.layers)
 
-    def begin(self, cache: CompressedCache) -> None:
-        count = len(cache.compressed)
+    def begin(self, request: PromptView) -> MustDropState:
+        count = len(request.layers)
         stages = [layer for layer in numbers(self.layers) if layer < count]
         if not stages:
             raise MethodError(
                 f"mustdrop: layers={self.layers!r} are counted from 0, and this model compresses {count}; name one of "
                 f"0 to {count - 1}"
             )
-        cache.state["mustdrop"] = {"stages": stages}
+        return MustDropState(stages, request.prompt.real)
 
-    def prefill(self, view: PrefillView) -> Tensor:
-        state, prompt = view.cache.state["mustdrop"], view.prompt
-        keep = state.get("keep", prompt.real)  # bool [B, C], what layers up to here have left
-        if view.compressed_idx in state["stages"]:
-            if "protected" not in state:
-                state["protected"] = self._key_tokens(view)
-            state["keep"] = keep & ~self._dropped(view, keep, state["protected"])
-        return keep[:, None]
+    def prefill(self, view: PrefillView) -> Decision:
+        state: MustDropState = view.state
+        keep = state.keep
+        if view.compressed_idx in state.stages:
+            if state.protected is None:
+                state.protected = self._key_tokens(view)
+            state.keep = keep & ~self._dropped(view, keep, state)
+        return Decision(keep=keep[:, None])
 
-    def after_prefill(self, cache: CompressedCache) -> None:
-        state = cache.state["mustdrop"]
-        keep, stages = state["keep"], state["stages"]
-        if self.decode_stage:
-            for layer in cache.compressed[stages[0] :]:
-                keep_columns(layer, keep[:, None])
-        kept = (keep & cache.full_prompt.visual).sum(-1)
-        cache.state["mustdrop"] = {"kept_visual": kept.tolist()}
+    def after_prefill(self, view: PromptEndView) -> list[Decision] | None:
+        state: MustDropState = view.state
+        state.kept_visual = (state.keep & view.request.prompt.visual).sum(-1)
+        keep, state.protected = state.keep[:, None], None
+        if not self.decode_stage:
+            return None
+        first = state.stages[0]
+        return [Decision(keep=keep if idx >= first else None) for idx in range(len(view.request.layers))]
 
-    def summary(self, cache: CompressedCache) -> dict[str, Any]:
-        """`kept_visual`: visual tokens of each sequence behind the last filtering layer."""
-        return dict(cache.state.get("mustdrop", {}))
+    def results(self, view: ResultView) -> Results:
+        """`kept_visual`: visual tokens of each sequence after the last filtering layer."""
+        kept = view.state.kept_visual
+        return Results({} if kept is None else {"kept_visual": kept.tolist()})
 
-    def _dropped(self, view: PrefillView, keep: Tensor, protected: Tensor) -> Tensor:
+    def _dropped(self, view: PrefillView, keep: Tensor, state: MustDropState) -> Tensor:
         """The visual tokens that this layer drops: bool [B, C]."""
-        visual = view.prompt.visual & keep
+        visual, protected = view.prompt.visual & keep, state.protected
         rows, valid = text_rows(view.prompt, max_rows=None)
         stats = head_mean_stats(view.query, view.keys, rows, valid, view.scaling, view.visible)
         if self.target_visual_tokens is None:
             return filtered(stats.sums, stats.maxima, visual, self.r, self.alpha) & ~protected
-        state = view.cache.state["mustdrop"]
-        stages = state["stages"]
+        stages = state.stages
         wanted = stage_counts(
             view.prompt.visual.sum(-1), self.target_visual_tokens, stages.index(view.compressed_idx) + 1, len(stages)
         )

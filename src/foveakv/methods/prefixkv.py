@@ -5,22 +5,31 @@ Wang et al., arXiv 2412.03409.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from foveakv.core.budget import parse_budget
 from foveakv.core.columns import from_end
-from foveakv.errors import CacheInUseError
-from foveakv.methods.base import Method, PrefillView, keep_top
+from foveakv.core.selection import keep_top
+from foveakv.methods.base import Method
 from foveakv.methods.checks import whole_number
 from foveakv.methods.ddes import check_rows, prompt_scores
-from foveakv.methods.late import keep_columns
+from foveakv.methods.results import Results
+from foveakv.methods.views import (
+    Decision, Granularity, Observes, PrefillView, PromptEndView, PromptView, ResultView, State, When,
+)
 
-if TYPE_CHECKING:
-    from foveakv.engines.transformers.cache import CompressedCache
+
+@dataclass
+class PrefixKVState(State):
+    """scores: [B, C] for every layer, during the prefill. share: float64 [B], p. tokens: int64 [B, L]."""
+
+    scores: list[Tensor] = field(default_factory=list)
+    share: Tensor | None = None
+    tokens: Tensor | None = None
 
 
 @dataclass
@@ -57,28 +66,41 @@ class PrefixKV(Method):
         whole_number(self.name, "recent", self.recent, 0, "newest tokens that always stay")
         check_rows(self.name, self.prefill_rows)
 
-    def needs_queries(self, compressed_idx: int) -> bool:
-        return True
+    @property
+    def granularity(self) -> Granularity:
+        return "layer"
+
+    @property
+    def observes(self) -> Observes:
+        return Observes(queries="all")
+
+    @property
+    def decides(self) -> tuple[When, ...]:
+        return ("after_prefill",)
+
+    def begin(self, request: PromptView) -> PrefixKVState:
+        return PrefixKVState()
 
     def prefill(self, view: PrefillView) -> None:
         sums = prompt_scores(view, self.prefill_rows).sum(1)
-        view.state["scores"] = sums.masked_fill(~view.prompt.real, 0.0)  # [B, C]
+        view.state.scores.append(sums.masked_fill(~view.prompt.real, 0.0))
 
-    def after_prefill(self, cache: CompressedCache) -> None:
-        geometry, prompt, layers = cache.geometry, cache.full_prompt, cache.compressed
-        if geometry is None:
-            raise CacheInUseError("a budget is known only once the prompt is")
-        scores = torch.stack([layer.state.pop("scores") for layer in layers], 1)  # [B, L, C]
+    def after_prefill(self, view: PromptEndView) -> list[Decision]:
+        state: PrefixKVState = view.state
+        request, prompt = view.request, view.request.prompt
+        scores, state.scores = torch.stack(state.scores, 1), []  # [B, L, C]
         protected = self._protected(prompt.real)  # [B, C]
-        totals = (parse_budget(self.budget).slots(geometry) // geometry.kv_heads).to(scores.device)
-        keep, share = common_prefix(scores, prompt.real, protected, totals)
-        for layer in layers:
-            keep_columns(layer, keep[:, layer.compressed_idx, None])
-        cache.state["prefixkv"] = {"share": share, "tokens": keep.sum(-1)}  # [B], [B, L]
+        totals = (request.budget_slots(self.budget) // request.geometry.kv_heads).to(scores.device)
+        keep, state.share = common_prefix(scores, prompt.real, protected, totals)
+        state.tokens = keep.sum(-1)
+        return [Decision(keep=keep[:, layer, None]) for layer in range(keep.shape[1])]
 
-    def summary(self, cache: CompressedCache) -> dict[str, Any]:
+    def results(self, view: ResultView) -> Results:
         """The share p that every layer keeps and each layer's tokens per head, for each sequence."""
-        return {key: value.tolist() for key, value in cache.state.get("prefixkv", {}).items()}
+        share, tokens = view.state.share, view.state.tokens
+        if share is None or tokens is None:
+            return Results()
+        return Results({"share": share.tolist(), "tokens": tokens.tolist()}, layer_tokens=tokens)
 
     def _protected(self, real: Tensor) -> Tensor:
         """Which columns go first, and in which order: int64 [B, C], 0 for none, else the higher the earlier."""

@@ -9,10 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from foveakv.errors import CacheInUseError
-from foveakv.methods.base import PrefillView
 from foveakv.methods.checks import whole_number
 from foveakv.methods.snapkv import SnapKV
+from foveakv.methods.views import PrefillView
 
 
 @dataclass
@@ -35,12 +34,10 @@ class PyramidKV(SnapKV):
         whole_number(self.name, "beta", self.beta, 1, "the last layer keeps this part of the mean budget")
 
     def layer_tokens(self, view: PrefillView) -> Tensor:
-        if view.cache.geometry is None:
-            raise CacheInUseError("a budget is known only once the prompt is")
-        size = self.budget_tokens(view.cache, self.budget)
+        size = view.budget_tokens(self.budget)
         window = size.clamp_max(self.window)
-        pairs = zip((size - window).tolist(), (view.cache.full_prompt.lengths - window).tolist(), strict=True)
-        layers = view.cache.geometry.layers
+        pairs = zip((size - window).tolist(), (view.request.prompt.lengths - window).tolist(), strict=True)
+        layers = view.request.geometry.layers
         return window + torch.tensor(
             [pyramid(mean, most, layers, self.beta)[view.compressed_idx] for mean, most in pairs], device=size.device
         )

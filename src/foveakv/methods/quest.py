@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from foveakv.core.budget import parse_budget
 from foveakv.core.columns import from_end
-from foveakv.errors import CacheInUseError
-from foveakv.kernels.paged import reads_pages
-from foveakv.memory.chunks import ChunkStore
-from foveakv.methods.base import DecodeView, Method, PrefillView
+from foveakv.methods.base import Method
 from foveakv.methods.checks import whole_number
-from foveakv.methods.retrieval import retrieve
-
-if TYPE_CHECKING:
-    from foveakv.engines.transformers.cache import CompressedCache
+from foveakv.methods.results import Results
+from foveakv.methods.views import Decision, Offload, PrefillView, PromptView, ResultView, When
 
 
 @dataclass
@@ -54,51 +49,29 @@ class Quest(Method):
         whole_number(self.name, "full_layers", self.full_layers, 0, "first layers that attend to everything")
 
     @property
-    def retrieves(self) -> bool:
-        return True
+    def decides(self) -> tuple[When, ...]:
+        return "prefill", "read"
 
-    def prefill(self, view: PrefillView) -> Tensor | None:
+    def prefill(self, view: PrefillView) -> Decision | None:
         if view.compressed_idx < self.full_layers:
             return None
-        prompt = view.prompt
-        chooses = self._chosen_pages(view.cache) < prompt.lengths // self.page_size  # [B]
+        prompt, pages = view.prompt, self._chosen_pages(view.request)
+        chooses = pages < prompt.lengths // self.page_size  # [B]
         if not bool(chooses.any()):
             return None
-        heads = chooses[:, None].expand(-1, view.keys.shape[1])
-        store = ChunkStore(
-            view.keys, view.values, prompt.real, view.positions, heads,
-            chunk=self.page_size, place="device", summary="bounds",
-        )  # fmt: skip
-        view.state["store"] = store
-        view.cache.compressed[view.compressed_idx].extra_memory.append(store)
         incomplete = from_end(prompt.real) <= (prompt.lengths % self.page_size)[:, None]
-        return (~chooses[:, None] | incomplete)[:, None]
+        heads = view.keys.shape[1]
+        return Decision(
+            keep=(~chooses[:, None] | incomplete)[:, None],
+            offload=Offload(chooses[:, None].expand(-1, heads), self.page_size, "device", summary="bounds"),
+            chunks=pages[:, None].expand(-1, heads),
+        )
 
-    def after_prefill(self, cache: CompressedCache) -> None:
-        pages = self._chosen_pages(cache)[:, None]
-        for layer in cache.compressed:
-            store: ChunkStore | None = layer.state.get("store")
-            if store is None:
-                continue
-            if layer.segments is None:
-                raise CacheInUseError("the prompt has not been processed")
-            in_place = reads_pages(layer.segments.runs, store.stored, cache.backend)
-            store.reserve(layer.segments, pages.expand(-1, layer.segments.heads), in_place=in_place)
-
-    def _chosen_pages(self, cache: CompressedCache) -> Tensor:
+    def _chosen_pages(self, request: PromptView) -> Tensor:
         """Complete pages that a step attends to: int64 [B]."""
-        room = self.budget_tokens(cache, self.budget) - cache.full_prompt.lengths % self.page_size
+        room = request.budget_tokens(self.budget) - request.prompt.lengths % self.page_size
         return torch.div(room, self.page_size, rounding_mode="floor").clamp_min(1)
 
-    def before_attention(self, view: DecodeView) -> None:
-        store: ChunkStore | None = view.state.get("store")
-        if store is not None:
-            retrieve(store, view)
-
-    def summary(self, cache: CompressedCache) -> dict[str, Any]:
-        """Pages that a step chooses, over all heads of the layers that choose, and what the bounds take."""
-        stores = [layer.state["store"] for layer in cache.compressed if "store" in layer.state]
-        return {
-            "choosing_heads": sum(store.choosing for store in stores),
-            "bound_bytes": sum(store.digest_nbytes for store in stores),
-        }
+    def results(self, view: ResultView) -> Results:
+        """Heads that choose pages in every step, over all layers, and the bytes of the bounds."""
+        return Results({"choosing_heads": view.choosing_heads, "bound_bytes": view.digest_bytes})

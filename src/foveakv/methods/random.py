@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
 from foveakv.core.budget import parse_budget
-from foveakv.methods.base import Method, PrefillView, keep_top
+from foveakv.core.selection import keep_top
+from foveakv.methods.base import Method
 from foveakv.methods.checks import whole_number
+from foveakv.methods.views import Decision, Granularity, PrefillView
 
 
 @dataclass
@@ -30,11 +31,15 @@ class Random(Method):
         parse_budget(self.budget)
         whole_number(self.name, "seed", self.seed, 0)
 
-    def prefill(self, view: PrefillView) -> Tensor:
+    @property
+    def granularity(self) -> Granularity:
+        return "token"
+
+    def prefill(self, view: PrefillView) -> Decision:
         visual = view.prompt.visual
         generator = torch.Generator().manual_seed(self.seed)
         draw = torch.rand(visual.shape[1], generator=generator).to(visual.device)
         score = draw[(visual.cumsum(-1) - 1).clamp_min(0)].masked_fill(~visual, -torch.inf)
         other = (view.prompt.real & ~visual).sum(-1)
-        room = (self.budget_tokens(view.cache, self.budget) - other).clamp_min(0)
-        return (keep_top(score, room) | ~visual)[:, None]
+        room = (view.budget_tokens(self.budget) - other).clamp_min(0)
+        return Decision(keep=(keep_top(score, room) | ~visual)[:, None])

@@ -13,8 +13,10 @@ from foveakv.core.attention_stats import window_scores
 from foveakv.core.budget import parse_budget
 from foveakv.core.columns import newest
 from foveakv.errors import MethodError
-from foveakv.methods.base import Method, PrefillView, keep_top
+from foveakv.core.selection import keep_top
+from foveakv.methods.base import Method
 from foveakv.methods.checks import whole_number
+from foveakv.methods.views import Decision, Observes, PrefillView
 
 
 @dataclass
@@ -38,19 +40,20 @@ class SnapKV(Method):
         if self.kernel % 2 == 0:
             raise MethodError(f"{self.name}: kernel must be odd, so that a token is in the middle; got {self.kernel}")
 
-    def needs_queries(self, compressed_idx: int) -> bool:
-        return True
+    @property
+    def observes(self) -> Observes:
+        return Observes(queries="window")
 
-    def prefill(self, view: PrefillView) -> Tensor:
+    def prefill(self, view: PrefillView) -> Decision:
         size = self.layer_tokens(view)
         window, score = window_and_scores(view, self.window, size)
         score = self.smooth(score.masked_fill(window[:, None], 0.0))  # the window stays: it must not lift neighbours
         score = score.masked_fill((window | ~view.prompt.real)[:, None], -torch.inf)
-        return keep_top(score, (size - window.sum(-1))[:, None]) | window[:, None]
+        return Decision(keep=keep_top(score, (size - window.sum(-1))[:, None]) | window[:, None])
 
     def layer_tokens(self, view: PrefillView) -> Tensor:
         """Tokens that every head of this layer keeps: int64 [B]."""
-        return self.budget_tokens(view.cache, self.budget)
+        return view.budget_tokens(self.budget)
 
     def smooth(self, score: Tensor) -> Tensor:
         """Scores [B, H, C], each the mean over `kernel` neighbours."""

@@ -11,19 +11,24 @@ import torch
 from torch import Tensor
 
 from foveakv.core.allocation import share_out
-from foveakv.errors import CacheInUseError, MethodError
-from foveakv.methods.base import PrefillView, keep_top
+from foveakv.errors import MethodError
+from foveakv.core.selection import keep_top
 from foveakv.methods.checks import share
 from foveakv.methods.head_files import load_head_scores, read_head_scores
 from foveakv.methods.snapkv import SnapKV, window_and_scores
-
-if TYPE_CHECKING:
-    from foveakv.engines.transformers.cache import CompressedCache
+from foveakv.methods.views import Decision, PrefillView, PromptView, State
 
 _HOW = (
     "make a file with `foveakv analyze visual-heads`, or with foveakv.analysis.head_scores.visual_head_scores, and give "
     "its path"
 )
+
+
+@dataclass
+class SparseMMState(State):
+    """beyond: int64 [B, L, H], slots of every head beyond the window."""
+
+    beyond: Tensor
 
 
 @dataclass
@@ -64,31 +69,26 @@ class SparseMM(SnapKV):
             return load_head_scores(self.head_scores)
         return read_head_scores(self.head_scores, "sparsemm: head_scores")
 
-    def begin(self, cache: CompressedCache) -> None:
-        geometry = cache.geometry
-        if geometry is None:
-            raise CacheInUseError("a budget is known only once the prompt is")
-        scores = self._scores
-        if scores.shape != (len(cache.layers), geometry.kv_heads):
+    def begin(self, request: PromptView) -> SparseMMState:
+        geometry, scores = request.geometry, self._scores
+        if scores.shape != (request.decoder_layers, geometry.kv_heads):
             raise MethodError(
                 f"sparsemm: head_scores are for {scores.shape[0]} layers with {scores.shape[1]} KV heads each, and "
-                f"this model has {len(cache.layers)} with {geometry.kv_heads}; {_HOW}"
+                f"this model has {request.decoder_layers} with {geometry.kv_heads}; {_HOW}"
             )
-        scores = scores[[layer.layer_idx for layer in cache.compressed]]
-        size = self.budget_tokens(cache, self.budget).cpu()
+        scores = scores[list(request.layers)]
+        size = request.budget_tokens(self.budget).cpu()
         window = size.clamp_max(self.window)
         pairs = zip((size - window).tolist(), (torch.tensor(geometry.contexts) - window).tolist(), strict=True)
-        cache.state["sparsemm"] = torch.stack(
-            [head_budgets(scores, mean, most, self.ratio) for mean, most in pairs]
-        )  # [B, L, H] slots beyond the window
+        return SparseMMState(torch.stack([head_budgets(scores, mean, most, self.ratio) for mean, most in pairs]))
 
-    def prefill(self, view: PrefillView) -> Tensor:
-        size = self.budget_tokens(view.cache, self.budget)
+    def prefill(self, view: PrefillView) -> Decision:
+        size = view.budget_tokens(self.budget)
         window, score = window_and_scores(view, self.window, size)
         score = self.smooth(score.masked_fill(window[:, None], 0.0))  # the window stays: it must not lift neighbours
         score = score.masked_fill((window | ~view.prompt.real)[:, None], -torch.inf)
-        beyond = view.cache.state["sparsemm"][:, view.compressed_idx].to(score.device)  # [B, H]
-        return keep_top(score, beyond) | window[:, None]
+        beyond = view.state.beyond[:, view.compressed_idx].to(score.device)  # [B, H]
+        return Decision(keep=keep_top(score, beyond) | window[:, None])
 
     def describe(self) -> dict[str, Any]:
         given = self.head_scores

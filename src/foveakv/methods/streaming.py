@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from foveakv.core.budget import parse_budget
 from foveakv.methods import checks
-from foveakv.methods.base import DecodeView, Drop, Method, PrefillView
+from foveakv.methods.base import Method
+from foveakv.methods.views import Decision, DecodeView, Evict, Granularity, PrefillView, PromptView, State, When
 
-if TYPE_CHECKING:
-    from foveakv.engines.transformers.cache import CompressedCache
+
+@dataclass
+class StreamingState(State):
+    """size: int64 [B], tokens that stay, on the host. lost: int64 [B], prompt columns (padding included) not stored."""
+
+    size: Tensor
+    lost: Tensor
 
 
 @dataclass
@@ -33,40 +39,40 @@ class Streaming(Method):
         checks.whole_number(self.name, "sink", self.sink, 0, "oldest tokens that always stay")
 
     @property
-    def evicts_while_decoding(self) -> bool:
-        return True
+    def granularity(self) -> Granularity:
+        return "token"
 
-    def prefill(self, view: PrefillView) -> Tensor:
-        size = self.budget_tokens(view.cache, self.budget, steady=True)
+    @property
+    def decides(self) -> tuple[When, ...]:
+        return "prefill", "decode"
+
+    def begin(self, request: PromptView) -> StreamingState:
+        size = request.budget_tokens(self.budget, steady=True).cpu()
+        stored = torch.minimum(size, request.prompt.lengths.cpu())
+        return StreamingState(size, request.prompt.columns - stored)
+
+    def prefill(self, view: PrefillView) -> Decision:
+        size = view.budget_tokens(self.budget, steady=True)
         # Rank among real tokens, so that padding takes no part in sink or window.
         rank = view.prompt.real.cumsum(-1) - 1
         first_recent = view.prompt.lengths - (size - self.sink).clamp_min(1)
         keep = (rank < torch.minimum(size - 1, size.new_tensor(self.sink))[:, None]) | (rank >= first_recent[:, None])
-        return keep[:, None]
+        return Decision(keep=keep[:, None])
 
-    def after_prefill(self, cache: CompressedCache) -> None:
-        # [B] each and on the host, so that beams carry them along: the size, and by how much fewer tokens than the
-        # context ever came here (padding and what the prompt lost).
-        size = self.budget_tokens(cache, self.budget, steady=True).cpu()
-        for layer in cache.compressed:
-            if layer.segments is not None:
-                layer.state["size"] = size.clone()
-                layer.state["lost"] = cache.prompt_columns - torch.tensor(layer.segments.sequence_lengths)
-
-    def decode(self, view: DecodeView) -> Drop | None:
+    def decode(self, view: DecodeView) -> Decision | None:
         """The window is a ring: the slots behind the sinks. The newest tokens move, in order, into those of the oldest.
 
         Until it is full for the first time slots lie in the order of tokens, which is a ring that begins with its first
         slot. Each token that leaves lets it begin one slot later.
         """
-        segments, state = view.segments, view.state
-        lengths, sizes = segments.sequence_lengths, state["size"].tolist()
+        state: StreamingState = view.state
+        lengths, sizes = view.slots.sequence_lengths, state.size.tolist()
         counts = [max(0, length - size) for length, size in zip(lengths, sizes, strict=True)]
         most = max(counts)
         if most == 0:
             return None
         slots = []
-        for length, size, lost, count in zip(lengths, sizes, state["lost"].tolist(), counts, strict=True):
+        for length, size, lost, count in zip(lengths, sizes, state.lost.tolist(), counts, strict=True):
             sinks = min(size - 1, self.sink)
             window = size - sinks
             turn = min(count, window)
@@ -75,5 +81,5 @@ class Streaming(Method):
             leaving += range(size, size + count - turn)  # more tokens in one step than the window holds
             slots.append(leaving + [0] * (most - count))
         if most == 1 and slots.count(slots[0]) == len(slots):
-            return Drop(slots[0][0], counts)
-        return Drop(torch.tensor(slots)[:, None], counts)
+            return Decision(evict=Evict(slots[0][0], counts))
+        return Decision(evict=Evict(torch.tensor(slots)[:, None], counts))

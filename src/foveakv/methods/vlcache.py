@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,17 +12,30 @@ from foveakv.core.allocation import share_out
 from foveakv.core.attention_stats import attention_rows
 from foveakv.core.budget import parse_budget
 from foveakv.core.columns import newest, real_first
-from foveakv.errors import CacheInUseError
-from foveakv.methods.base import Method, PrefillView, keep_top
+from foveakv.core.prompt import PromptMap
+from foveakv.core.selection import keep_top
+from foveakv.methods.base import Method
 from foveakv.methods.checks import share
-from foveakv.methods.late import keep_columns
-
-if TYPE_CHECKING:
-    from foveakv.core.prompt import PromptMap
-    from foveakv.engines.transformers.cache import CompressedCache
+from foveakv.methods.results import Results
+from foveakv.methods.views import Decision, Observes, PrefillView, PromptEndView, PromptView, ResultView, State, When
 
 LEAST = 0.01  # the least share of the prompt that a layer keeps, where the budget can pay it
 _TILE = 2**21  # most probabilities that are formed at once
+
+
+@dataclass
+class VLCacheState(State):
+    """rows, valid: the post-vision rows [B, n]. scores [B, H, C] and density [B] of every layer, during the prefill.
+
+    sparsity: float64 [B, L]. tokens: int64 [B, L], per head.
+    """
+
+    rows: Tensor
+    valid: Tensor
+    scores: list[Tensor] = field(default_factory=list)
+    density: list[Tensor] = field(default_factory=list)
+    sparsity: Tensor | None = None
+    tokens: Tensor | None = None
 
 
 @dataclass
@@ -58,39 +71,48 @@ class VLCache(Method):
         share(self.name, "threshold", self.threshold, meaning="of a row's maximum: what lies below is sparse")
         share(self.name, "recent", self.recent, meaning="of the mean budget, for the newest tokens")
 
-    def needs_queries(self, compressed_idx: int) -> bool:
-        return True
+    @property
+    def observes(self) -> Observes:
+        return Observes(queries="text")
 
-    def begin(self, cache: CompressedCache) -> None:
-        cache.state["vlcache"] = post_vision_rows(cache.full_prompt)
+    @property
+    def decides(self) -> tuple[When, ...]:
+        return ("after_prefill",)
+
+    def begin(self, request: PromptView) -> VLCacheState:
+        return VLCacheState(*post_vision_rows(request.prompt))
 
     def prefill(self, view: PrefillView) -> None:
-        rows, valid = view.cache.state["vlcache"]
-        view.state["scores"], view.state["density"] = post_vision(view, rows, valid, self.threshold)
+        state: VLCacheState = view.state
+        scores, density = post_vision(view, state.rows, state.valid, self.threshold)
+        state.scores.append(scores)
+        state.density.append(density)
 
-    def after_prefill(self, cache: CompressedCache) -> None:
-        geometry, prompt, layers = cache.geometry, cache.full_prompt, cache.compressed
-        if geometry is None:
-            raise CacheInUseError("a budget is known only once the prompt is")
-        density = torch.stack([layer.state.pop("density") for layer in layers], 1).double().cpu()  # [B, L]
-        totals = (parse_budget(self.budget).slots(geometry) // geometry.kv_heads).tolist()  # tokens over all layers
+    def after_prefill(self, view: PromptEndView) -> list[Decision]:
+        state: VLCacheState = view.state
+        request, real = view.request, view.request.prompt.real
+        geometry, layers = request.geometry, len(request.layers)
+        density = torch.stack(state.density, 1).double().cpu()  # [B, L]
+        totals = (request.budget_slots(self.budget) // geometry.kv_heads).tolist()  # tokens over all layers
         contexts = [int(context) for context in geometry.contexts]
-        sizes = torch.stack(
-            [layer_tokens(density[b], totals[b], context) for b, context in enumerate(contexts)]
-        )  # [B, L]
-        mean = torch.tensor([int(total / len(layers) * self.recent + 1e-9) for total in totals])
-        for layer in layers:
-            size = sizes[:, layer.compressed_idx].to(prompt.real.device)
-            window = newest(prompt.real, torch.minimum(mean.to(size.device), size))  # [B, C]
-            score = layer.state.pop("scores").masked_fill((window | ~prompt.real)[:, None], -torch.inf)
-            keep = keep_top(score, (size - window.sum(-1))[:, None]) | window[:, None]
-            keep_columns(layer, keep)
-        cache.state["vlcache"] = {"sparsity": 1 - density, "tokens": sizes}  # [B, L] each
+        sizes = torch.stack([layer_tokens(density[b], totals[b], context) for b, context in enumerate(contexts)])
+        mean = torch.tensor([int(total / layers * self.recent + 1e-9) for total in totals]).to(real.device)
+        decisions = []
+        for layer, received in enumerate(state.scores):
+            size = sizes[:, layer].to(real.device)
+            window = newest(real, torch.minimum(mean, size))  # [B, C]
+            score = received.masked_fill((window | ~real)[:, None], -torch.inf)
+            decisions.append(Decision(keep=keep_top(score, (size - window.sum(-1))[:, None]) | window[:, None]))
+        state.scores, state.density = [], []
+        state.sparsity, state.tokens = 1 - density, sizes
+        return decisions
 
-    def summary(self, cache: CompressedCache) -> dict[str, Any]:
+    def results(self, view: ResultView) -> Results:
         """Sparsity and tokens per head of every layer, for each sequence."""
-        state = cache.state.get("vlcache")
-        return {key: value.tolist() for key, value in state.items()} if isinstance(state, dict) else {}
+        sparsity, tokens = view.state.sparsity, view.state.tokens
+        if sparsity is None or tokens is None:
+            return Results()
+        return Results({"sparsity": sparsity.tolist(), "tokens": tokens.tolist()}, layer_tokens=tokens)
 
 
 def layer_tokens(density: Tensor, total: int, context: int) -> Tensor:
