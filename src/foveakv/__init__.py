@@ -20,49 +20,15 @@ _HOME = {
     "read_images": "foveakv.models",
     "sample_prompt": "foveakv.models.embedded",
     "Method": "foveakv.methods",
-    "Full": "foveakv.methods.full",
-    "Random": "foveakv.methods.random",
-    "Streaming": "foveakv.methods.streaming",
-    "H2O": "foveakv.methods.h2o",
-    "SnapKV": "foveakv.methods.snapkv",
-    "AdaKV": "foveakv.methods.adakv",
-    "PyramidKV": "foveakv.methods.pyramidkv",
-    "SparseMM": "foveakv.methods.sparsemm",
-    "MixKV": "foveakv.methods.mixkv",
-    "Quest": "foveakv.methods.quest",
-    "FastV": "foveakv.methods.fastv",
-    "MustDrop": "foveakv.methods.mustdrop",
-    "LookM": "foveakv.methods.lookm",
-    "VLCache": "foveakv.methods.vlcache",
-    "PrefixKV": "foveakv.methods.prefixkv",
-    "HAE": "foveakv.methods.hae",
-    "HybridKV": "foveakv.methods.hybridkv",
     "FoveaKVError": "foveakv.errors",
 }
 __all__ = [
-    "H2O",
-    "HAE",
-    "AdaKV",
     "CacheOptions",
     "CompressedCache",
-    "FastV",
     "FoveaKVError",
-    "Full",
-    "HybridKV",
-    "LookM",
     "Method",
-    "MixKV",
-    "MustDrop",
-    "PrefixKV",
-    "PyramidKV",
-    "Quest",
-    "Random",
     "Report",
     "Session",
-    "SnapKV",
-    "SparseMM",
-    "Streaming",
-    "VLCache",
     "__version__",
     "build_inputs",
     "cache_for",
@@ -79,23 +45,6 @@ if TYPE_CHECKING:
     from foveakv.engines.transformers.session import Session, cache_for, compress
     from foveakv.errors import FoveaKVError
     from foveakv.methods import Method
-    from foveakv.methods.adakv import AdaKV
-    from foveakv.methods.fastv import FastV
-    from foveakv.methods.full import Full
-    from foveakv.methods.h2o import H2O
-    from foveakv.methods.hae import HAE
-    from foveakv.methods.hybridkv import HybridKV
-    from foveakv.methods.lookm import LookM
-    from foveakv.methods.mixkv import MixKV
-    from foveakv.methods.mustdrop import MustDrop
-    from foveakv.methods.prefixkv import PrefixKV
-    from foveakv.methods.pyramidkv import PyramidKV
-    from foveakv.methods.quest import Quest
-    from foveakv.methods.random import Random
-    from foveakv.methods.snapkv import SnapKV
-    from foveakv.methods.sparsemm import SparseMM
-    from foveakv.methods.streaming import Streaming
-    from foveakv.methods.vlcache import VLCache
     from foveakv.models.embedded import sample_prompt
     from foveakv.models.images import read_images
     from foveakv.models.inputs import build_inputs
@@ -103,8 +52,9 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        value = getattr(importlib.import_module(_HOME[name]), name)
+    home = _HOME.get(name) or _method_classes().get(name)
+    if home is not None:
+        value = getattr(importlib.import_module(home), name)
         globals()[name] = value
         return value
     if name in ("methods", "errors", "models", "kernels"):
@@ -112,5 +62,12 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'foveakv' has no attribute {name!r}")
 
 
+def _method_classes() -> dict[str, str]:
+    """Class name -> module of every built-in method; the registry reads them off the files."""
+    from foveakv.methods.registry import class_names
+
+    return class_names()
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    return sorted({*globals(), *_HOME, *_method_classes()})

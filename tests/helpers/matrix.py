@@ -178,7 +178,7 @@ def compressed(model: Any, method: Any, inputs: dict[str, Any], **options: Any) 
 
 def replayed(model: Any, run: Run, inputs: dict[str, Any], **options: Any) -> Run:
     """What the plain model says when it attends to what the compressed run attended to."""
-    left, after = None, run.cache.method.drop_hidden_after
+    left, after = None, run.cache.method.prunes_after
     if after is not None:
         after = run.cache.compressed[after].layer_idx
         left = stayed(run.trace, inputs["input_ids"].shape[1], after)

@@ -10,27 +10,27 @@ Notation: P prompts, L layers, C prompt tokens, T decode steps, N = C + T.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from foveakv.analysis.passes import Progress, Prompts, check, run
-from foveakv.core.budget import parse_budget
+from foveakv.core.budget import Geometry, parse_budget
 from foveakv.core.columns import real_first
+from foveakv.core.prompt import TEXT, PromptMap
+from foveakv.engines.transformers.decisions import Storage, evict, store_prompt
+from foveakv.engines.transformers.slots import StoredSlots
 from foveakv.errors import InputError, MethodError, UnsupportedModeError
-from foveakv.memory.segments import Segments
 from foveakv.methods import checks
-from foveakv.methods.base import Counts, DecodeView, Drop, Method, PrefillView
-from foveakv.methods.ddes import RecycleBin, check_rows, prompt_scores
+from foveakv.methods.base import Method
+from foveakv.methods.ddes import BinState, RecycleBin, check_rows, prompt_scores
+from foveakv.methods.views import Decision, DecodeView, Observes, PrefillView, PromptView, State
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from foveakv.engines.transformers.cache import CompressedCache
 
 GREEDY = 1
 MAX_TRACE_BYTES = 2**30
@@ -133,6 +133,15 @@ class Eviction:
 
 
 @dataclass
+class _Recorded(State):
+    """prompt: [C] per layer. steps: per decode step, [C + t + 1] per layer. size: bytes of the steps."""
+
+    prompt: list[Tensor] = field(default_factory=list)
+    steps: list[list[Tensor]] = field(default_factory=list)
+    size: int = 0
+
+
+@dataclass
 class TraceProbe(Method):
     """Keeps everything and records what every token receives while decoding.
 
@@ -146,38 +155,31 @@ class TraceProbe(Method):
     name: ClassVar[str] = "trace-probe"
 
     @property
-    def needs_attention_sum(self) -> bool:
-        return True
+    def observes(self) -> Observes:
+        return Observes(queries="all", attention_sum=True)
 
-    @property
-    def evicts_while_decoding(self) -> bool:
-        return True  # `decode` is called for such methods only; this one always answers None
-
-    def needs_queries(self, compressed_idx: int) -> bool:
-        return True
-
-    def begin(self, cache: CompressedCache) -> None:
-        cache.state["trace"] = {"prompt": [], "steps": [], "bytes": 0}
+    def begin(self, request: PromptView) -> _Recorded:
+        return _Recorded()
 
     def prefill(self, view: PrefillView) -> None:
         columns = real_first(view.prompt.real)[:, : int(view.prompt.lengths.max())]
         sums = prompt_scores(view, self.rows).sum(1).gather(1, columns)
-        view.cache.state["trace"]["prompt"].append(sums[0].cpu())
+        view.state.prompt.append(sums[0].cpu())
 
     def decode(self, view: DecodeView) -> None:
-        trace, attention_sum = view.cache.state["trace"], view.attention_sum
+        trace, attention_sum = view.state, view.attention_sum
         if attention_sum is None:
             raise MethodError(f"{self.name} needs the attention of each step")
         received = attention_sum[0].sum(0).to("cpu", torch.float32)
-        trace["bytes"] += received.nbytes
-        if trace["bytes"] > self.limit:
+        trace.size += received.nbytes
+        if trace.size > self.limit:
             raise UnsupportedModeError(
                 f"recording this answer takes more than {self.limit / 2**20:.0f} MiB; lower --max-new-tokens "
                 "(new_tokens), or shorten the prompt"
             )
         if view.compressed_idx == 0:
-            trace["steps"].append([])
-        trace["steps"][-1].append(received.clone())
+            trace.steps.append([])
+        trace.steps[-1].append(received.clone())
 
 
 def record(
@@ -190,14 +192,14 @@ def record(
         UnsupportedModeError: the record would take more than 1 GiB.
     """
     cache, _ = run(model, inputs, TraceProbe(rows), new_tokens, to_the_end=to_the_end)
-    trace = cache.state["trace"]
-    if not trace["steps"]:
+    trace = cache.state
+    if not isinstance(trace, _Recorded) or not trace.steps:
         raise InputError(f"{label}: the answer has no decode step to replay; ask for more new tokens")
     return Trace(
         label,
         tuple(layer.layer_idx for layer in cache.compressed),
-        torch.stack(trace["prompt"]).float(),
-        [torch.stack(step) for step in trace["steps"]],
+        torch.stack(trace.prompt).float(),
+        [torch.stack(step) for step in trace.steps],
     )
 
 
@@ -236,40 +238,37 @@ def replay(trace: Trace, rules: RecycleBin, steady: int, recent: int = 0) -> Rep
 
 
 class _Layer:
-    """The layers of a trace as the sequences of one layer's memory, whose keys and values are stand-ins."""
+    """The layers of a trace as the sequences of one layer, whose keys and values are stand-ins."""
 
     def __init__(self, scores: Tensor, rules: RecycleBin, steady: int, recent: int) -> None:
         batch, columns = scores.shape
-        self.rules, self.seen, self.counts = rules, columns, Counts()
-        self.state: dict[str, Any] = {}
+        self.rules, self.seen, self.state = rules, columns, BinState()
         sums, every = scores[:, None], torch.ones(batch, 1, columns, dtype=torch.bool)
         sizes, newest = torch.full((batch,), steady), torch.full((batch,), recent)
         keep = rules.shrink(sums, every, sizes, newest) if columns > steady else every
-        rules.note(self.state, sums, keep, sizes, newest)
-        places = torch.arange(columns).expand(batch, columns)
+        self.state.add_layer(sizes, newest)
         blank = torch.zeros(batch, 1, columns, 1)
-        self.segments = Segments.from_dense(blank, blank, keep, places)
-        # What `RecycleBin` reads of a cache.
-        method = SimpleNamespace(name="replay")
-        self.cache = cast(Any, SimpleNamespace(compressed=[self], method=method, state={}))
-        rules.open(self.cache)
+        places = torch.arange(columns).expand(batch, columns)
+        prompt = PromptMap(torch.full((batch, columns), TEXT, dtype=torch.int8))
+        self.request = PromptView(prompt, Geometry(batch, [columns] * batch, 1, 1, 1, 1, 4), (0,), 1)
+        view = PrefillView(0, 0, blank, 1.0, self.request, self.state, blank, blank, places, prompt, None)
+        storage = Storage("replay", "auto", None, 0)
+        self.segments, _ = store_prompt(view, Decision(keep=keep, fields=rules.fields(sums)), storage)
 
     def step(self, received: Tensor) -> int:
-        """One decode step: received [L, N] by token. Returns the tokens stored before any leaves."""
+        """One decode step: received [L, N] by token. Returns the tokens stored before any is evicted."""
         segments, batch = self.segments, self.segments.batch
         blank = torch.zeros(batch, 1, 1, 1)
         segments.append(blank, blank, torch.full((batch, 1), self.seen))
         self.seen += 1
         places = segments.positions()
         attention_sum = received[:, None].gather(-1, places.clamp_min(0)).masked_fill(places < 0, 0)
-        none = torch.zeros(0)
-        view = DecodeView(0, 0, none, 1.0, self.cache, self.state, self.counts, segments, self.seen, attention_sum)
+        slots = StoredSlots(segments)
+        view = DecodeView(0, 0, blank, 1.0, self.request, self.state, slots, self.seen, attention_sum)
         length = segments.max_length
-        leaving = self.rules.step(view)
-        if isinstance(leaving, Drop):
-            segments.evict(leaving.slots, leaving.counts)
-        elif leaving is not None:
-            segments.keep(leaving)
+        decision = self.rules.step(view, self.state)
+        if decision is not None:
+            evict(segments, decision, "replay")
         return length
 
     def stored(self, tokens: int) -> Tensor:

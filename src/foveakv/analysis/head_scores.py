@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from foveakv.errors import InputError
-from foveakv.methods.base import DecodeView, Method, PrefillView
+from foveakv.methods.base import Method
 from foveakv.methods.head_files import load_head_scores, read_head_scores, save_head_scores
+from foveakv.methods.views import DecodeView, LayerView, Observes, PrefillView, PromptView, State
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -65,32 +66,42 @@ class HeadSample:
 
 
 @dataclass
+class _Looks(State):
+    """For every layer, the column that each query head looks at most, per generated token: int64 [H, G]."""
+
+    layers: list[list[Tensor]]
+
+
+@dataclass
 class _Watcher(Method):
     """Keeps everything and notes where every query head looks most when it makes a token."""
 
     name: ClassVar[str] = "head scores"
 
     @property
-    def retrieves(self) -> bool:
-        return True
+    def observes(self) -> Observes:
+        return Observes(queries="window", steps=True)
+
+    def begin(self, request: PromptView) -> _Looks:
+        return _Looks([[] for _ in request.layers])
 
     def prefill(self, view: PrefillView) -> None:
         last = torch.full((1, 1), view.keys.shape[-2] - 1, device=view.keys.device)
         seen = None if view.visible is None else view.visible(last)[0, 0, 0]  # [C]
-        self._note(view.state, view.query[..., -1:, :], view.keys, seen)
+        self._note(view, view.query[..., -1:, :], view.keys, seen)
 
-    def before_attention(self, view: DecodeView) -> None:
-        # nothing was dropped, so slots stand in the order of positions
-        self._note(view.state, view.query, view.segments.gather()[0], None)
+    def decode(self, view: DecodeView) -> None:
+        # nothing was evicted, so slots are stored in the order of positions
+        self._note(view, view.query, view.slots.keys(), None)
 
-    def _note(self, state: dict[str, Any], query: Tensor, keys: Tensor, seen: Tensor | None) -> None:
+    def _note(self, view: LayerView, query: Tensor, keys: Tensor, seen: Tensor | None) -> None:
         """query [1, Hq, 1, D], keys [1, H, M, D]; the softmax does not change which column is the highest."""
         heads = keys.shape[1]
         grouped = query[0, :, 0].view(heads, -1, query.shape[-1]).float()
         logits = grouped @ keys[0].float().mT  # [H, G, M]
         if seen is not None:
             logits = logits.masked_fill(~seen, -torch.inf)
-        state.setdefault("looks", []).append(logits.argmax(-1).cpu())  # [H, G]
+        view.state.layers[view.compressed_idx].append(logits.argmax(-1).cpu())  # [H, G]
 
 
 def visual_head_scores(
@@ -124,7 +135,8 @@ def visual_head_scores(
             )
             cache = session.cache
         places = target_places(cache.full_prompt, pictures, sample.targets)
-        looks = {layer.layer_idx: torch.stack(layer.state["looks"]) for layer in cache.compressed}  # [steps, H, G]
+        noted = cache.state.layers if isinstance(cache.state, _Looks) else []
+        looks = {layer.layer_idx: torch.stack(own) for layer, own in zip(cache.compressed, noted, strict=True)}
         if total is None:
             total = torch.zeros(len(cache.layers), next(iter(looks.values())).shape[1])
         for step, token in enumerate(output[0, cache.prompt_columns :].tolist()):

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from foveakv.analysis.passes import Progress, Prompts, check, run
-from foveakv.methods.hybridkv import HybridKV
+from foveakv.errors import MethodError
+from foveakv.methods import HeadMaps, Method
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class HeadMaps:
+class PromptHeads:
     """The heads of a model under P prompts.
 
     scores: float64 [P, L, H], S of Eq. 3, 0 to 1. static: bool [P, L, H]. budgets: int64 [P, L, H], slots that HybridKV
@@ -116,37 +117,38 @@ class HeadMaps:
         ]
 
 
-def head_maps(
-    model: Any, prompts: Prompts, method: HybridKV | None = None, *, progress: Progress | None = None
-) -> HeadMaps:
-    """Reads every prompt once with HybridKV and takes its head scores, classes and budgets.
+def head_maps(model: Any, prompts: Prompts, method: Method, *, progress: Progress | None = None) -> PromptHeads:
+    """Reads every prompt once with the method and takes its head scores, classes and budgets.
 
     Scores come from the dense attention of the prompt, before anything is dropped; no answer is generated.
 
     Args:
         model: a model that `foveakv.compress` takes.
         prompts: one or more; heads are compared between them.
-        method: HybridKV's settings (theta, k_ratio, text_rows, budget, ...); default: its own.
+        method: a method that classifies heads, such as `HybridKV()` with its settings.
         progress: called with each label before its run.
     """
     check(prompts)
-    method = method or HybridKV()
-    states, tokens, visual = [], [], []
+    maps: list[HeadMaps] = []
+    tokens, visual = [], []
     layers: tuple[int, ...] = ()
     for label, inputs in prompts.items():
         if progress is not None:
             progress(label)
         cache, _ = run(model, inputs, method)
-        states.append(cache.state["hybridkv"])
+        heads = cache.results.heads
+        if heads is None:
+            raise MethodError(f"{method.name} classifies no heads; use a method that does, such as hybridkv")
+        maps.append(heads)
         tokens.append(int(cache.full_prompt.real.sum()))
         visual.append(int(cache.full_prompt.visual.sum()))
         layers = tuple(layer.layer_idx for layer in cache.compressed)
-    return HeadMaps(
+    return PromptHeads(
         labels=tuple(prompts),
         layers=layers,
-        scores=torch.cat([state["scores"] for state in states]).double(),
-        static=torch.cat([state["static"] for state in states]),
-        budgets=torch.cat([state["budgets"] for state in states]),
+        scores=torch.cat([heads.scores for heads in maps]).double(),
+        static=torch.cat([heads.static for heads in maps]),
+        budgets=torch.cat([heads.budgets for heads in maps]),
         tokens=tuple(tokens),
         visual=tuple(visual),
         settings=method.describe(),

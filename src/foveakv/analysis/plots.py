@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from foveakv.analysis.eviction import GREEDY, Eviction
-from foveakv.analysis.heads import HeadMaps, correlation
+from foveakv.analysis.heads import PromptHeads, correlation
 from foveakv.analysis.sparsity import PAPER_OVERLAP, THRESHOLD, Sparsity
 from foveakv.analysis.viz import _PLAIN, _figure
 
@@ -19,7 +19,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _MOST_NUMBERS = 10  # prompts up to which a matrix has numbers in its cells
 
 
-def draw_heads(path: str | Path, maps: HeadMaps) -> None:
+def draw_heads(path: str | Path, maps: PromptHeads) -> None:
     """Maps of S and of head types over layers and heads; S in order; and how prompts agree, where there are several."""
     import numpy as np
 
@@ -54,7 +54,7 @@ def draw_heads(path: str | Path, maps: HeadMaps) -> None:
 def _map(
     figure: Any,
     ax: Any,
-    maps: HeadMaps,
+    maps: PromptHeads,
     values: Any,
     colours: str,
     limits: tuple[float, float] | None,
@@ -84,7 +84,7 @@ def _ticks(axis: Any, names: Sequence[int]) -> None:
     axis.set_ticks([i + 0.5 for i in shown], labels=[str(names[i]) for i in shown])
 
 
-def _agreement(figure: Any, ax: Any, maps: HeadMaps) -> None:
+def _agreement(figure: Any, ax: Any, maps: PromptHeads) -> None:
     """A matrix of correlations; in each cell also the share of heads that change type."""
     count = len(maps.labels)
     values = torch.ones(count, count, dtype=torch.float64)

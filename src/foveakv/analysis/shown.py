@@ -140,9 +140,9 @@ def _share(cache: CompressedCache, positions: Mapping[int, Tensor], pairs: Mappi
 
 
 def _steps(cache: CompressedCache, pairs: Mapping[int, Tensor]) -> list[Share]:
-    state = cache.state.get("hybridkv")
-    if isinstance(state, dict):
-        dynamic = {layer.layer_idx: ~state["static"][0, layer.compressed_idx] for layer in cache.compressed}
+    heads = cache.results.heads
+    if heads is not None:
+        dynamic = {layer.layer_idx: ~heads.static[0, layer.compressed_idx] for layer in cache.compressed}
         pairs = {number: wanted & dynamic[number] for number, wanted in pairs.items()}
         if not any(bool(wanted.any()) for wanted in pairs.values()):
             raise InputError("none of these heads retrieves: all are static and keep the same patches in every step")

@@ -8,20 +8,19 @@ evict mostly the same tokens. P prompts, L layers, C prompt columns.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from foveakv.analysis.passes import Progress, Prompts, check, run
 from foveakv.core import attention_stats as scores
+from foveakv.core.selection import keep_top
 from foveakv.errors import MethodError, NoVisualTokensError
-from foveakv.methods.base import Method, PrefillView, keep_top
+from foveakv.methods.base import Method
 from foveakv.methods.hae import HAE
-
-if TYPE_CHECKING:
-    from foveakv.engines.transformers.cache import CompressedCache
+from foveakv.methods.views import Observes, PrefillView, PromptView, State
 
 THRESHOLD = 1e-4
 """HAE's: a probability up to it counts as no attention."""
@@ -110,6 +109,13 @@ class Sparsity:
 
 
 @dataclass
+class _Measured(State):
+    rows: tuple[Tensor, Tensor]
+    evicted: Tensor | None = None  # by the first layer, bool [B, C]
+    layers: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
 class SparsityProbe(Method):
     """Watches every layer's prompt and drops nothing. rules: HAE's settings, of which DAP's count."""
 
@@ -117,26 +123,27 @@ class SparsityProbe(Method):
 
     name: ClassVar[str] = "sparsity-probe"
 
-    def needs_queries(self, compressed_idx: int) -> bool:
-        return True
+    @property
+    def observes(self) -> Observes:
+        return Observes(queries="text")
 
-    def begin(self, cache: CompressedCache) -> None:
-        if not cache.full_prompt.has_visual:
+    def begin(self, request: PromptView) -> _Measured:
+        if not request.prompt.has_visual:
             raise NoVisualTokensError("sparsity compares visual tokens with text; this prompt has no image or video")
-        cache.state["probe"] = {"rows": scores.text_rows(cache.full_prompt, max_rows=None), "layers": []}
+        return _Measured(scores.text_rows(request.prompt, max_rows=None))
 
     def prefill(self, view: PrefillView) -> None:
-        state, visual, text = view.cache.state["probe"], view.prompt.visual, view.prompt.text
-        rows, valid = state["rows"]
+        state, visual, text = view.state, view.prompt.visual, view.prompt.text
+        rows, valid = state.rows
         given = view.query, view.keys, rows, valid, view.scaling, view.visible
         stats = scores.head_mean_stats(*given)
         if view.compressed_idx == 0:
-            state["evicted"] = self.rules.redundant(stats.sums, stats.maxima, stats.variance, visual)
-        evicted: Tensor = state["evicted"]
+            state.evicted = self.rules.redundant(stats.sums, stats.maxima, stats.variance, visual)
+        evicted: Tensor = state.evicted
         sparse = scores.sparsity(*given, (visual, text), threshold=THRESHOLD)
         own = would_evict(stats.sums, visual, evicted.sum(-1))
         total = stats.sums.masked_fill(~visual, 0).sum(-1)
-        state["layers"].append(
+        state.layers.append(
             {
                 "visual": float(sparse[0, 0]),
                 "text": float(sparse[1, 0]),
@@ -183,10 +190,12 @@ def sparsity(model: Any, prompts: Prompts, rules: HAE | None = None, *, progress
         if progress is not None:
             progress(label)
         cache, _ = run(model, inputs, SparsityProbe(rules))
-        found, prompt = cache.state["probe"], cache.full_prompt
+        found, prompt = cache.state, cache.full_prompt
+        if not isinstance(found, _Measured) or found.evicted is None:
+            raise MethodError("sparsity: the prompt was not read")
         layers = [layer.layer_idx for layer in cache.compressed]
-        per_layer = {key: [layer[key] for layer in found["layers"]] for key in ("visual", "text", "overlap", "lost")}
-        evicted = int(found["evicted"].sum())
+        per_layer = {key: [layer[key] for layer in found.layers] for key in ("visual", "text", "overlap", "lost")}
+        evicted = int(found.evicted.sum())
         if not evicted:
             per_layer["overlap"] = None  # type: ignore[assignment]
         measured.append(

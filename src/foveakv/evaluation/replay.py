@@ -21,21 +21,30 @@ from foveakv.engines.transformers import compat
 from foveakv.engines.transformers.cache import CompressedCache
 from foveakv.engines.transformers.session import cache_for
 from foveakv.errors import UnsupportedModeError
-from foveakv.methods.base import Method, PrefillView
+from foveakv.methods.base import Method
+from foveakv.methods.views import Observes, PrefillView, PromptView, State
+
+
+@dataclass
+class _Seen(State):
+    views: list[PrefillView] = field(default_factory=list)
 
 
 @dataclass
 class _Record(Method):
-    """Drops nothing and keeps what it saw."""
+    """Keeps every slot and what it saw."""
 
     name: ClassVar[str] = "recording"
-    seen: list[PrefillView] = field(default_factory=list, repr=False)
 
-    def needs_queries(self, compressed_idx: int) -> bool:
-        return True
+    @property
+    def observes(self) -> Observes:
+        return Observes(queries="all")
+
+    def begin(self, request: PromptView) -> _Seen:
+        return _Seen()
 
     def prefill(self, view: PrefillView) -> None:
-        self.seen.append(view)
+        view.state.views.append(view)
 
 
 @dataclass
@@ -56,16 +65,21 @@ def record(model: Any, inputs: Mapping[str, Any]) -> Recording:
     Raises:
         UnsupportedModeError: the model has layers that are not compressed, or a mask that is not plainly causal.
     """
-    method = _Record()
-    cache = cache_for(model, method)
+    cache = cache_for(model, _Record())
     if len(cache.compressed) != len(cache.layers):
         raise UnsupportedModeError("a prefill can be replayed only where every layer's cache is compressed")
     with torch.inference_mode():
         output = _forward(model, inputs, cache)
-    if any(view.visible is not None for view in method.seen):
+    seen = cache.state.views if isinstance(cache.state, _Seen) else []
+    if any(view.visible is not None for view in seen):
         raise UnsupportedModeError("a prefill can be replayed only where its mask is plainly causal, without padding")
-    layers = [(view.query, view.keys, view.values, view.scaling) for view in method.seen]
+    layers = [(view.query, view.keys, view.values, view.scaling) for view in seen]
     return Recording(model, layers, cache.full_prompt, cache.model_state, output.logits[0, -1])
+
+
+def replays(method: Method) -> bool:
+    """Whether a recorded prefill serves the method: it takes no token out of the stream, and one pass is enough."""
+    return method.prunes_after is None and not method.observes.second_pass
 
 
 def replay(recording: Recording, method: Method, **options: Any) -> CompressedCache:
@@ -76,8 +90,8 @@ def replay(recording: Recording, method: Method, **options: Any) -> CompressedCa
     Raises:
         UnsupportedModeError: the method takes tokens out of the residual stream, so that later layers would differ.
     """
-    if method.drop_hidden_after is not None:
-        raise UnsupportedModeError(f"{method.name} with drop_hidden_states changes the prefill; it cannot be replayed")
+    if not replays(method):
+        raise UnsupportedModeError(f"{method.name} changes the prefill itself; it cannot be replayed")
     cache = cache_for(recording.model, method, **options)
     columns = recording.layers[0][1].shape[2]
     with torch.inference_mode():

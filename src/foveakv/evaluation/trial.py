@@ -22,7 +22,7 @@ from foveakv.evaluation.compare import Candidate
 from foveakv.evaluation.decoding import Speaker
 from foveakv.evaluation.grading import grade
 from foveakv.evaluation.items import Item
-from foveakv.evaluation.replay import Recording, read, record, replay
+from foveakv.evaluation.replay import Recording, read, record, replay, replays
 from foveakv.evaluation.results import FULL, Result, TurnResult, describe_error
 from foveakv.methods import Method
 from foveakv.methods.full import Full
@@ -201,7 +201,7 @@ class _Prompt:
 
     def _read(self, method: Method) -> tuple[CompressedCache, Tensor]:
         options = self.bench.options
-        if self._recording is None or method.drop_hidden_after is not None:
+        if self._recording is None or not replays(method):
             return read(self.bench.loaded.model, self.inputs, method, **options)
         return replay(self._recording, method, **options), self._recording.logits
 
@@ -230,7 +230,7 @@ class _Prompt:
         """
         talks, logits = self._begin(methods)
         fresh = [Agreement() for _ in methods]
-        skip = [method.drop_hidden_after is None for method in methods]
+        skip = [replays(method) for method in methods]
         for number, (turn, reply, expected) in enumerate(
             zip(self.item.turns, full.replies, full.logits or [], strict=True)
         ):
@@ -310,9 +310,9 @@ def _each(items: Sequence[Any], work: Callable[[Sequence[int]], list[T]]) -> lis
 
 
 def _details(cache: CompressedCache) -> dict[str, Any] | None:
-    """What a method says about itself; HybridKV's map of static heads, layers x heads."""
-    found = dict(cache.method.summary(cache))
-    state = cache.state.get("hybridkv")
-    if isinstance(state, dict) and isinstance(state.get("static"), Tensor):
-        found["static_heads"] = state["static"][0].to(torch.int8).tolist()
+    """What a method reports, with the map of static heads, layers x heads, of methods that classify heads."""
+    results = cache.results
+    found = dict(results.figures)
+    if results.heads is not None:
+        found["static_heads"] = results.heads.static[0].to(torch.int8).tolist()
     return found or None

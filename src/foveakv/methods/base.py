@@ -31,8 +31,8 @@ from foveakv.methods.views import (
 class Method:
     """Override `prefill`, and the others only where the method acts there.
 
-    Rules that hold for every method: padding is never kept, tokens keep their positions, and evictions take effect after
-    the current step.
+    Rules that hold for every method: padding is never kept, tokens keep their positions, and evictions take effect
+    after the current step.
     """
 
     name: ClassVar[str] = ""
@@ -79,7 +79,7 @@ class Method:
         return self.observes.queries != "none"
 
     def begin(self, request: PromptView) -> State | None:
-        """Called once per prompt, before layer 0. Validates settings against the prompt; returns the request's state."""
+        """Called once per prompt, before layer 0: validates settings against it and returns the request's state."""
         return None
 
     def prefill(self, view: PrefillView) -> Decision | None:
@@ -91,11 +91,11 @@ class Method:
         return None
 
     def read(self, view: ReadView) -> Tensor:
-        """How much a step's queries want every offloaded chunk, [n, P]: the highest are read. Called when `retrieves`."""
+        """Relevance of every offloaded chunk to a step's queries, [n, P]: the highest are read."""
         return view.chunks.relevance(view.query, view.scaling)
 
     def decode(self, view: DecodeView) -> Decision | None:
-        """Called after each decode step's attention when the method evicts there or observes it; None keeps everything."""
+        """Called after each decode step's attention if the method evicts there or observes steps; None keeps all."""
         return None
 
     def results(self, view: ResultView) -> Results:

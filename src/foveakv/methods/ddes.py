@@ -250,9 +250,7 @@ class RecycleBin:
             view.slots.put(MARKED, _lowest(order.masked_fill(marked, torch.inf), new), new, True)
         layer.marked = torch.tensor(over)
 
-    def _flush(
-        self, view: DecodeView, layer: BinLayer, over: list[int], evict: list[int], flushes: int
-    ) -> Decision:
+    def _flush(self, view: DecodeView, layer: BinLayer, over: list[int], evict: list[int], flushes: int) -> Decision:
         """Empties the bin of `evict` [B] tokens, or of the lowest of all."""
         slots, restored_slots = view.slots, 0
         order = -self._order(view, layer)  # the highest goes first

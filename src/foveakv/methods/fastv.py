@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from foveakv.core.attention_stats import attention_rows
-from foveakv.errors import MethodError
 from foveakv.core.selection import keep_top
+from foveakv.errors import MethodError
 from foveakv.methods.base import Method
 from foveakv.methods.checks import flag, share, whole_number
 from foveakv.methods.views import Decision, Granularity, Observes, PrefillView, PromptView, State

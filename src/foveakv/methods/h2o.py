@@ -13,7 +13,15 @@ from foveakv.methods.base import Method
 from foveakv.methods.ddes import BinState, RecycleBin, check_rows, prompt_scores
 from foveakv.methods.results import Results
 from foveakv.methods.views import (
-    Decision, DecodeView, Granularity, Observes, PrefillView, PromptView, ResultView, State, When,
+    Decision,
+    DecodeView,
+    Granularity,
+    Observes,
+    PrefillView,
+    PromptView,
+    ResultView,
+    State,
+    When,
 )
 
 

@@ -22,7 +22,15 @@ from foveakv.methods.base import Method
 from foveakv.methods.ddes import BinState, RecycleBin, check_room, check_rows, prompt_scores
 from foveakv.methods.results import Results
 from foveakv.methods.views import (
-    Decision, DecodeView, Granularity, Observes, PrefillView, PromptView, ResultView, State, When,
+    Decision,
+    DecodeView,
+    Granularity,
+    Observes,
+    PrefillView,
+    PromptView,
+    ResultView,
+    State,
+    When,
 )
 
 R, RELATIVE_R, ALPHA = 0.0012, 0.7, 0.001
@@ -298,7 +306,7 @@ class HAE(Method):
         return self._bin.step(view, view.state.bins)
 
     def results(self, view: ResultView) -> Results:
-        """Tokens that DAP evicted, slots that DDES evicted at the prompt and while decoding, its steady size and peak."""
+        """What DAP and DDES evicted, at the prompt and while decoding, and the steady size and peak of DDES."""
         state: HAEState = view.state
         return Results({**state.figures, **state.bins.figures()})
 

@@ -20,7 +20,15 @@ from foveakv.methods.base import Method
 from foveakv.methods.checks import choice, flag, number, share, whole_number
 from foveakv.methods.results import HeadMaps, Results
 from foveakv.methods.views import (
-    Decision, Observes, Offload, PrefillView, PromptEndView, PromptView, ResultView, State, When,
+    Decision,
+    Observes,
+    Offload,
+    PrefillView,
+    PromptEndView,
+    PromptView,
+    ResultView,
+    State,
+    When,
 )
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -153,8 +161,9 @@ class HybridKV(Method):
 
     @property
     def decides(self) -> tuple[When, ...]:
-        static = ("prefill", "after_prefill")
-        return static if self.classify == "all_static" else (*static, "read")
+        if self.classify == "all_static":
+            return "prefill", "after_prefill"
+        return "prefill", "after_prefill", "read"
 
     @property
     def _late(self) -> bool:
@@ -170,10 +179,10 @@ class HybridKV(Method):
         return HybridKVState(text_rows(prompt, self.text_rows == "after_visual", self.max_text_rows), k)
 
     def prefill(self, view: PrefillView) -> Decision:
-        prompt, state = view.prompt, view.state
-        scores = topk_attention(
-            view.query, view.keys, *state.rows, view.scaling, view.visible, state.k
-        )  # [B, H]
+        prompt = view.prompt
+        state: HybridKVState = view.state
+        rows, valid = state.rows
+        scores = topk_attention(view.query, view.keys, rows, valid, view.scaling, view.visible, state.k)  # [B, H]
         static = torch.ones_like(scores, dtype=torch.bool) if self._late else self._static(scores)
         state.scores.append(scores)
         state.static.append(static)
@@ -269,9 +278,9 @@ class HybridKV(Method):
         Returns the decision, and the slots on the device, chosen chunks included: int64 [B, H] on the CPU.
         """
         device = real.device
-        static, budgets = static.to(device), budgets.to(device)
+        static, budgets, lengths = static.to(device), budgets.to(device), real.sum(-1)
         # Dynamic heads keep the incomplete chunk; where no chunk fits beside it, as many of the newest tokens as do.
-        complete, incomplete = (part[:, None] for part in (real.sum(-1) // self.chunk_size, real.sum(-1) % self.chunk_size))
+        complete, incomplete = (lengths // self.chunk_size)[:, None], (lengths % self.chunk_size)[:, None]
         chunks = ((budgets - incomplete).clamp_min(0) // self.chunk_size).masked_fill(static, 0)  # [B, H]
         keep = from_end(real)[:, None] <= torch.where(chunks > 0, incomplete, budgets)[..., None]
         if window is not None:

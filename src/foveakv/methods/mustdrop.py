@@ -22,7 +22,15 @@ from foveakv.methods.base import Method
 from foveakv.methods.checks import flag, number, share
 from foveakv.methods.results import Results
 from foveakv.methods.views import (
-    Decision, Granularity, Observes, PrefillView, PromptEndView, PromptView, ResultView, State, When,
+    Decision,
+    Granularity,
+    Observes,
+    PrefillView,
+    PromptEndView,
+    PromptView,
+    ResultView,
+    State,
+    When,
 )
 
 _IMAGES = 8  # images whose rows are formed at once
@@ -143,7 +151,8 @@ class MustDrop(Method):
 
     def _dropped(self, view: PrefillView, keep: Tensor, state: MustDropState) -> Tensor:
         """The visual tokens that this layer drops: bool [B, C]."""
-        visual, protected = view.prompt.visual & keep, state.protected
+        visual = view.prompt.visual & keep
+        protected = torch.zeros_like(keep) if state.protected is None else state.protected
         rows, valid = text_rows(view.prompt, max_rows=None)
         stats = head_mean_stats(view.query, view.keys, rows, valid, view.scaling, view.visible)
         if self.target_visual_tokens is None:

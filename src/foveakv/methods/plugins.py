@@ -8,8 +8,8 @@ import sys
 from os import PathLike
 from pathlib import Path
 
-from foveakv import methods
 from foveakv.errors import MethodError
+from foveakv.methods import registry
 
 _FILES: dict[Path, str] = {}
 
@@ -32,7 +32,7 @@ def load_file(path: str | PathLike[str]) -> list[str]:
         raise MethodError(f"{file} is no Python file; its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up
-    before = dict(methods._REGISTERED)
+    before = dict(registry._REGISTERED)
     try:
         spec.loader.exec_module(module)
         if not _of(name):
@@ -42,8 +42,8 @@ def load_file(path: str | PathLike[str]) -> list[str]:
             raise MethodError(f"{file} registers {taken[0]!r}, which another file has registered; choose another name")
     except Exception as error:
         del sys.modules[name]
-        methods._REGISTERED.clear()
-        methods._REGISTERED.update(before)
+        registry._REGISTERED.clear()
+        registry._REGISTERED.update(before)
         if isinstance(error, MethodError):
             raise
         raise MethodError(f"{file} failed: {type(error).__name__}: {error}") from error
@@ -65,4 +65,4 @@ def version_of(cls: type) -> str | None:
 
 
 def _of(module: str) -> list[str]:
-    return [name for name, cls in methods._REGISTERED.items() if cls.__module__ == module]
+    return [name for name, cls in registry._REGISTERED.items() if cls.__module__ == module]

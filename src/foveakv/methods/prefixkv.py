@@ -19,7 +19,15 @@ from foveakv.methods.checks import whole_number
 from foveakv.methods.ddes import check_rows, prompt_scores
 from foveakv.methods.results import Results
 from foveakv.methods.views import (
-    Decision, Granularity, Observes, PrefillView, PromptEndView, PromptView, ResultView, State, When,
+    Decision,
+    Granularity,
+    Observes,
+    PrefillView,
+    PromptEndView,
+    PromptView,
+    ResultView,
+    State,
+    When,
 )
 
 

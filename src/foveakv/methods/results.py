@@ -26,11 +26,12 @@ class HeadMaps:
 class Results:
     """What a method did to one request.
 
-    figures: plain values for reports (numbers, texts, lists and dicts of them). heads: classes and budgets per head, from
-    methods that have them. layer_tokens: int64 [B, L], tokens per head of every layer, from methods that share a budget
-    among layers.
+    figures: plain values for reports (numbers, texts, lists and dicts of them). heads: classes and budgets per head,
+    from methods that have them. layer_tokens: int64 [B, L], tokens per head of every layer, from methods that share a
+    budget among layers. notes: what a reader must know before quoting figures, one sentence each.
     """
 
     figures: dict[str, Any] = field(default_factory=dict)
     heads: HeadMaps | None = None
     layer_tokens: Tensor | None = None
+    notes: tuple[str, ...] = ()

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 from foveakv.core.attention_stats import window_scores
 from foveakv.core.budget import parse_budget
 from foveakv.core.columns import newest
-from foveakv.errors import MethodError
 from foveakv.core.selection import keep_top
+from foveakv.errors import MethodError
 from foveakv.methods.base import Method
 from foveakv.methods.checks import whole_number
 from foveakv.methods.views import Decision, Observes, PrefillView

@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from foveakv.core.allocation import share_out
-from foveakv.errors import MethodError
 from foveakv.core.selection import keep_top
+from foveakv.errors import MethodError
 from foveakv.methods.checks import share
 from foveakv.methods.head_files import load_head_scores, read_head_scores
 from foveakv.methods.snapkv import SnapKV, window_and_scores
 from foveakv.methods.views import Decision, PrefillView, PromptView, State
 
 _HOW = (
-    "make a file with `foveakv analyze visual-heads`, or with foveakv.analysis.head_scores.visual_head_scores, and give "
-    "its path"
+    "make a file with `foveakv analyze visual-heads` (foveakv.analysis.head_scores.visual_head_scores), give its path"
 )
 
 

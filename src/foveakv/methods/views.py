@@ -3,9 +3,9 @@
 A method never holds a cache. The engine (`foveakv.engines`) shows it views, plain data classes of tensors and read-only
 facts, and carries out the `Decision` that it returns.
 
-Notation: B sequences, L compressed layers, H KV heads, G query heads per KV head (Hq = H * G), C prompt columns, D and Dv
-key and value dimensions, q new tokens, M the most slots that a head stores. A slot is the key and value of one token in
-one KV head.
+Notation: B sequences, L compressed layers, H KV heads, G query heads per KV head (Hq = H * G), C prompt columns, D and
+Dv key and value dimensions, q new tokens, M the most slots that a head stores. A slot is the key and value of one token
+in one KV head.
 """
 
 from __future__ import annotations
@@ -161,11 +161,11 @@ class PrefillView(LayerView):
     """One layer at the end of its prefill, before anything is evicted.
 
     `keys` [B, H, C, D] (after RoPE) and `values` [B, H, C, Dv] are dense; column c of sequence b is token
-    `positions[b, c]` (int64), and `prompt` describes the same C columns. `query` has C rows too, or the rows of the last
-    chunk only when the prefill came in chunks and the method does not ask for more in `needs_queries`.
-    `visible` gives the attention mask of some query rows (int64 [B, n] of columns -> bool [B, 1, n, C]); None means
-    plain causal attention without padding. `pruned`: tokens have left the residual stream before this layer, so that C
-    may be smaller than the prompt. `repeated`: the second pass, for methods that observe one.
+    `positions[b, c]` (int64), and `prompt` describes the same C columns. `query` has C rows too, or the rows of the
+    last chunk only when the prefill came in chunks and the method does not ask for more in `needs_queries`. `visible`
+    gives the attention mask of some query rows (int64 [B, n] of columns -> bool [B, 1, n, C]); None means plain causal
+    attention without padding. `pruned`: tokens have left the residual stream before this layer, so that C may be
+    smaller than the prompt. `repeated`: the second pass, for methods that observe one.
     """
 
     keys: Tensor
@@ -251,9 +251,9 @@ class Slots(Protocol):
     ) -> Tensor | None:
         """`add`, and the lowest value of every group in the same pass: int64 [B, H or 1, 1]; None = not available here.
 
-        A group is a head, or without `per_head` a sequence, whose heads' values are summed. Candidates are the slots from
-        `low` on, below `high` (one of each per group), counted by position or by slot. mark: a bool field; marked slots
-        are no candidates, and the one that is found becomes marked. Where it returns None nothing was added.
+        A group is a head, or without `per_head` a sequence, whose heads' values are summed. Candidates are the slots
+        from `low` on, below `high` (one of each per group), counted by position or by slot. mark: a bool field; marked
+        slots are no candidates, and the one that is found becomes marked. Where it returns None nothing was added.
         """
 
 
@@ -271,7 +271,7 @@ class DecodeView(LayerView):
 
 
 class Chunks(Protocol):
-    """The chunks of one layer that were offloaded; n rows are the (sequence, KV head) pairs that choose among theirs."""
+    """The offloaded chunks of one layer; n rows are the (sequence, KV head) pairs that choose among theirs."""
 
     def relevance(self, query: Tensor, scaling: float) -> Tensor:
         """[n, P] for query [B, Hq, q, D]: log of the maximum over queries of the softmax over chunks of q . digest."""
@@ -306,9 +306,9 @@ class ResultView:
 class Evict:
     """Single slots to evict, in time proportional to their number and not to what is stored.
 
-    slots: int64 [B, H or 1, n], distinct in a head; sequence b loses the first counts[b] of its n entries in every head.
-    A number names the same slot everywhere. The last slots of a head move into the holes, so that slots are no longer in
-    the order of tokens: a method that evicts this way goes by positions.
+    slots: int64 [B, H or 1, n], distinct in a head; sequence b loses the first counts[b] of its n entries in every
+    head. A number names the same slot everywhere. The last slots of a head move into the holes, so that slots are no
+    longer in the order of tokens: a method that evicts this way goes by positions.
     """
 
     slots: Tensor | int

@@ -11,6 +11,7 @@ import copy
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from foveakv import kernels
 from foveakv.core.budget import Geometry
 from foveakv.core.prompt import PromptMap
 from foveakv.engines.transformers import compat
-from foveakv.engines.transformers.layer import CompressedLayer, select_tensors
+from foveakv.engines.transformers.decisions import Storage
+from foveakv.engines.transformers.layer import CompressedLayer
 from foveakv.engines.transformers.options import CacheOptions
 from foveakv.engines.transformers.preallocated import Clock, PreallocatedLayer, preallocate
 from foveakv.errors import (
@@ -32,6 +34,28 @@ from foveakv.errors import (
 )
 from foveakv.memory import quantizer as codes
 from foveakv.methods.base import Method
+from foveakv.methods.results import Results
+from foveakv.methods.views import Decision, PromptEndView, PromptView, ResultView, State
+
+
+@dataclass
+class Stream:
+    """Tokens that stay in the residual stream. index: int64 [B, n], columns, ascending; valid: bool [B, n].
+
+    Sequences that keep fewer tokens than the widest are filled at the left, so that the last token stays last. masks:
+    the masks of the shortened sequence, by the identity of the whole one.
+    """
+
+    index: Tensor
+    valid: Tensor
+    masks: dict[int, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, keep: Tensor) -> Stream:
+        """keep: bool [B, C]."""
+        order = keep.to(torch.int8).argsort(dim=-1, stable=True)  # those that leave first, both in order
+        index = order[:, -int(keep.sum(-1).max()) :]
+        return cls(index, keep.gather(1, index))
 
 
 class CompressedCache(compat.Cache):
@@ -68,17 +92,18 @@ class CompressedCache(compat.Cache):
         self.kv_dtype = options.kv_dtype
         self.residual_length = options.residual_length
         codes.check_dims(self.kv_dtype, _head_dim(config), _head_dim(config))
+        self.storage = Storage(method.name, options.backend, options.kv_dtype, options.residual_length)
         self.trace_wanted = options.trace
         self.owner: weakref.ref[Any] | None = None  # the model this cache was made for
         self.hold: Callable[[CompressedCache], None] | None = None  # keeps the model attached for a copy's sake
         self._forget()
 
     def _forget(self) -> None:
-        self.state: dict[Any, Any] = {}  # the method's, for the whole cache
+        self.state: State | None = None  # what the method remembers of this request
         self.prompt: PromptMap | None = None
-        self.geometry: Geometry | None = None
+        self._request: PromptView | None = None  # facts about the whole prompt
         self.clock: Clock | None = None  # with preallocated slots, once the prompt is complete
-        self.dropped: tuple[Tensor, Tensor] | None = None  # columns that stay in the residual stream: index, valid
+        self.stream: Stream | None = None  # tokens that stay in the residual stream while the prompt is read
         self.trace: list[dict[int, Tensor]] | None = [] if self.trace_wanted else None
         self.model_state: list[Any] = []  # M-RoPE offsets that some models keep on themselves between calls
         self.forward_tokens: int | None = None
@@ -140,7 +165,8 @@ class CompressedCache(compat.Cache):
             self.prompt = self.prompt.select(index.to(self.prompt.kinds.device))
         if self.clock is not None:
             self.clock.select_sequences(len(index))
-        select_tensors(self.state, index)
+        if self.state is not None:
+            self.state.select_sequences(index)
 
     def kept(self, layer: int) -> Tensor:
         """Positions that model layer `layer` can attend to: LongTensor [B, H, M], ascending, -1 behind the last.
@@ -182,7 +208,34 @@ class CompressedCache(compat.Cache):
     @property
     def stored_nbytes(self) -> int:
         """Storage bytes on the compute device, all layers (those that transformers keeps included)."""
-        return sum(layer_nbytes(layer) for layer in self.layers)
+        return sum(layer_nbytes(layer) for layer in self.layers) + self.state_nbytes
+
+    @property
+    def state_nbytes(self) -> int:
+        """Storage bytes of what the method remembers of the request."""
+        return 0 if self.state is None else self.state.nbytes
+
+    @property
+    def request(self) -> PromptView:
+        """Facts about the whole prompt, once it is known."""
+        if self._request is None:
+            raise CacheInUseError("a prompt's facts are known only once it is complete")
+        return self._request
+
+    @property
+    def geometry(self) -> Geometry:
+        """Sizes of this cache, once the prompt is known."""
+        return self.request.geometry
+
+    @property
+    def results(self) -> Results:
+        """What the method did to this request; empty before the prompt is complete."""
+        if self.state is None and self._request is None:
+            return Results()
+        stores = [layer.store for layer in self.compressed if layer.store is not None]
+        digest_bytes = sum(store.digest_nbytes for store in stores)
+        choosing = sum(store.choosing for store in stores)
+        return self.method.results(ResultView(self.request, self.state, digest_bytes, choosing))
 
     def note_peak(self, more: int = 0) -> None:
         """Records the present bytes, a running prefill's dense tensors included; called before they fall.
@@ -234,9 +287,8 @@ class CompressedCache(compat.Cache):
             before = self.prompt
             try:
                 self._take_prompt(prompt.crop(new - self.drafted), itemsize)
-            except Exception:
-                self.prompt, self.geometry = before, None  # as if this call had never been made
-                self.state.clear()
+            except BaseException:
+                self.prompt, self._request, self.state = before, None, None  # as if this call had never been made
                 raise
         if self.trace is not None:
             self.trace.append({})
@@ -248,20 +300,22 @@ class CompressedCache(compat.Cache):
     def _take_prompt(self, prompt: PromptMap, itemsize: int) -> None:
         method = self.method
         self.prompt = prompt if self.prompt is None else self.prompt.concat(prompt)
-        if method.drop_hidden_after is not None and (self.drafted or not self.last_chunk):
+        if (self.drafted or not self.last_chunk) and (method.prunes_after is not None or method.observes.second_pass):
+            what = "drop_hidden_states" if method.prunes_after is not None else "a second pass"
             raise UnsupportedModeError(
-                f"{method.name} with drop_hidden_states needs the whole prompt at once and nothing else; remove "
+                f"{method.name} with {what} needs the whole prompt at once and nothing else; remove "
                 "prefill_chunk_size, and generate without an assistant"
             )
         if not self.last_chunk:
             return
-        self.geometry = self._measure(itemsize)
+        layers = tuple(layer.layer_idx for layer in self.compressed)
+        self._request = PromptView(self.prompt, self._measure(itemsize), layers, len(self.layers))
         if method.visual_only and not bool(self.prompt.visual.any()):
             raise NoVisualTokensError(
-                f"{method.name} drops visual tokens only, and this prompt has no image or video; add one, or use "
+                f"{method.name} evicts visual tokens only, and this prompt has no image or video; add one, or use "
                 "snapkv, h2o or streaming for text"
             )
-        method.begin(self)
+        self.state = method.begin(self._request)
 
     def end_forward(self, model_state: list[Any]) -> None:
         """After the forward pass; `model_state` is what the model keeps on itself (M-RoPE offsets)."""
@@ -277,38 +331,48 @@ class CompressedCache(compat.Cache):
         self.model_state = model_state
         self.forward_tokens = None
 
-    def drop_hidden(self, keep: Tensor) -> None:
-        """Takes tokens out of the residual stream for the layers after this one; keep: bool [B, C] over the prompt.
+    def prune_stream(self, keep: Tensor, compressed_idx: int) -> None:
+        """Takes tokens out of the residual stream for the layers after `compressed_idx`; keep: bool [B, C].
 
-        Rows that keep fewer tokens than the widest are filled at the left, so that the last token stays last.
+        A sequence's last token always stays: its output is the prompt's result.
         """
-        width = int(keep.sum(-1).max())
-        order = keep.to(torch.int8).argsort(dim=-1, stable=True)  # dropped first, kept last, both in order
-        index = order[:, -width:]
-        self.dropped = index, keep.gather(1, index)
+        if compressed_idx != self.method.prunes_after:
+            raise MethodError(
+                f"{self.method.name}: tokens leave the residual stream after compressed layer "
+                f"{self.method.prunes_after} only, not after {compressed_idx}"
+            )
+        real = self.full_prompt.real
+        last = torch.arange(real.shape[1], device=real.device).masked_fill(~real, -1).amax(-1, keepdim=True)
+        keep = (keep & real).scatter(1, last.clamp_min(0), last >= 0)
+        if bool((keep == real).all()):
+            return
+        self.stream = Stream.of(keep)
 
     def end_layer(self, layer: CompressedLayer) -> None:
         """One layer's prefill is done."""
         self.note_peak()
-        if layer.compressed_idx == len(self.compressed) - 1:
-            self.method.after_prefill(self)
-            for done in self.compressed:
-                offloaded = sum(memory.extra_slots for memory in done.extra_memory)
-                done.counts.add(evicted=done.prompt_slots - done.stored_slots - offloaded)
-                done.store_drafts()
-            self.note_peak()
-            if self.preallocated is not None:
-                self.clock = preallocate(self)
+        if layer.compressed_idx < len(self.compressed) - 1:
+            return
+        taken = self.method.after_prefill(PromptEndView(self.request, self.state))
+        if taken is not None and len(taken) != len(self.compressed):
+            raise MethodError(
+                f"{self.method.name}: after_prefill returned {len(taken)} decisions for {len(self.compressed)} layers"
+            )
+        for done, decision in zip(self.compressed, taken or [Decision()] * len(self.compressed), strict=True):
+            done.settle(decision)
+            done.count_prompt()
+            done.store_drafts()
+        self.note_peak()
+        if self.preallocated is not None:
+            self.clock = preallocate(self)
 
-    def columns(self, compressed_idx: int) -> tuple[PromptMap, Tensor]:
-        """The prompt as this layer sees it: [B, C] map and logical positions."""
-        prompt = self.full_prompt
-        after = self.method.drop_hidden_after
-        if self.dropped is not None and after is not None and compressed_idx > after:
-            index, valid = self.dropped
-            return prompt.take(index, valid), index
+    def columns(self, compressed_idx: int) -> tuple[PromptMap, Tensor, bool]:
+        """The prompt as this layer sees it: [B, C] map, positions int64 [B, C], whether tokens left before it."""
+        prompt, after = self.full_prompt, self.method.prunes_after
+        if self.stream is not None and after is not None and compressed_idx > after:
+            return prompt.take(self.stream.index, self.stream.valid), self.stream.index, True
         batch, columns = prompt.kinds.shape
-        return prompt, torch.arange(columns, device=prompt.kinds.device).expand(batch, columns)
+        return prompt, torch.arange(columns, device=prompt.kinds.device).expand(batch, columns), False
 
     def _measure(self, itemsize: int) -> Geometry:
         config, prompt = self.config, self.full_prompt

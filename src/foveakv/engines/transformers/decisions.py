@@ -1,4 +1,7 @@
-"""Carry out what methods decide: store a prompt, evict, offload chunks. Decisions are checked before anything changes."""
+"""Carry out what methods decide: store a prompt, evict, offload chunks.
+
+Decisions are checked before anything changes.
+"""
 
 from __future__ import annotations
 

@@ -3,46 +3,38 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from foveakv.engines.transformers import compat
+from foveakv.engines.transformers import compat, decisions
 from foveakv.engines.transformers.handle import KVHandle
 from foveakv.engines.transformers.masks import Mask, stored_mask, visible_rows
+from foveakv.engines.transformers.second_pass import attend_twice
+from foveakv.engines.transformers.slots import StoredSlots
 from foveakv.errors import CacheInUseError, UnsupportedModeError
 from foveakv.kernels import decode_attention
 from foveakv.kernels.paged import attend_with_pages
+from foveakv.memory.chunks import ChunkStore
+from foveakv.memory.pages import Pages
 from foveakv.memory.segments import Segments
-from foveakv.methods.base import Counts, DecodeView, Drop, PrefillView
+from foveakv.methods.views import Decision, DecodeView, PrefillView, PromptView, ReadView, Repeated, State
 
 if TYPE_CHECKING:
     from foveakv.engines.transformers.cache import CompressedCache
 
 
-class ExtraMemory(Protocol):
-    """Memory that a method adds to a layer, e.g. a backing store with its digests."""
+@dataclass
+class Counts:
+    """What happened in one layer, in slots (`flushes`: in events)."""
 
-    @property
-    def device_nbytes(self) -> int: ...
-
-    @property
-    def host_nbytes(self) -> int: ...
-
-    @property
-    def extra_slots(self) -> int:
-        """Prompt slots that live here and that no step attends to unless it chooses others."""
-
-    @property
-    def chosen_slots(self) -> Tensor:
-        """int64 [B, H] on the CPU: slots that a step attends to here, outside the layer's segments."""
-
-    def chosen_positions(self) -> Tensor | None:
-        """int64 [B, H, n]: their positions at the present step, -1 behind the last; None = there are none."""
-
-    def select_sequences(self, index: Tensor) -> None:
-        """Follows a reordering of the batch (beams): LongTensor [B']."""
+    evicted: int = 0
+    restored: int = 0
+    retrieved: int = 0
+    hits: int = 0
+    flushes: int = 0
 
 
 class CompressedLayer(compat.CacheLayerMixin):
@@ -62,8 +54,7 @@ class CompressedLayer(compat.CacheLayerMixin):
     def reset(self) -> None:
         """Forgets everything; the next update begins a new prompt."""
         self.segments: Segments | None = None
-        self.extra_memory: list[ExtraMemory] = []
-        self.state: dict[str, Any] = {}
+        self.store: ChunkStore | None = None  # chunks that the method offloaded
         self.counts = Counts()
         self.seen = 0
         self.prompt_slots = 0
@@ -73,6 +64,7 @@ class CompressedLayer(compat.CacheLayerMixin):
         self._dense: tuple[Tensor, Tensor] | None = None
         self._queries: Tensor | None = None
         self._drafts: tuple[Tensor, Tensor] | None = None
+        self._first_pass: PrefillView | None = None  # waits for the second pass over the prompt
         self.is_initialized = False
 
     @property
@@ -98,6 +90,10 @@ class CompressedLayer(compat.CacheLayerMixin):
                 "other one), inside `with foveakv.compress(model, ...)` or with a cache from `foveakv.cache_for(...)`"
             )
         self.is_initialized = True
+        if self._first_pass is not None:
+            handle = KVHandle(self)
+            self._dense = key_states, value_states  # of the second pass; only its attention reads them
+            return handle, handle
         self.seen += new
         if self.segments is None:
             if self._dense is not None:
@@ -181,54 +177,89 @@ class CompressedLayer(compat.CacheLayerMixin):
         if self.segments.batch != before:  # beams keep their number; repeats and selections count anew
             self.full_nbytes = self.full_nbytes // before * self.segments.batch
             self.prompt_slots = self.prompt_slots * self.segments.batch // before
-        for memory in self.extra_memory:
-            memory.select_sequences(index)
-        select_tensors(self.state, index)
+        if self.store is not None:
+            self.store.select_sequences(index)
 
-    # ---- what our attention function calls
+    # ---- called by our attention function
 
     def end_prefill(self, query: Tensor, handle: KVHandle, mask: Mask | None, scaling: float) -> None:
-        """After the dense attention of a prefill chunk: in the last one, lets the method decide and stores the rest."""
+        """After the dense attention of a prefill chunk: in the last one, the method decides and the layer stores."""
         cache = self.cache
         query = query.detach()
-        if cache.method.needs_queries(self.compressed_idx) and self._queries is not None:
+        wanted = cache.method.needs_queries(self.compressed_idx)
+        if wanted and self._queries is not None:
             query = torch.cat([self._queries, query], dim=-2)
         if not cache.last_chunk:
-            self._queries = query if cache.method.needs_queries(self.compressed_idx) else None
+            self._queries = query if wanted else None
             handle.release()
             return
         keys, values = (t.detach() for t in self._dense or ())
-        if cache.drafted:  # what an assistant guessed behind the prompt is no part of it
+        if cache.drafted:  # what an assistant guessed after the prompt is no part of it
             drafts = slice(keys.shape[-2] - cache.drafted, None)
             self._drafts = keys[..., drafts, :].clone(), values[..., drafts, :].clone()
             keys, values, query = (t[..., : -cache.drafted, :] for t in (keys, values, query))
-        prompt, positions = cache.columns(self.compressed_idx)
+        prompt, positions, pruned = cache.columns(self.compressed_idx)
         view = PrefillView(
-            self.layer_idx, self.compressed_idx, query, scaling, cache, self.state, self.counts,
-            keys, values, positions, prompt, visible_rows(mask, keys.shape[-2]),
-        )  # fmt: skip
-        keep = cache.method.prefill(view)
-        batch, heads, columns = keys.shape[:3]
-        real = prompt.real[:, None]
-        keep = real if keep is None else keep & real
-        self.segments = Segments.from_dense(
-            view.keys, view.values, keep.expand(batch, heads, columns), positions,
-            kv_dtype=cache.kv_dtype, residual_length=cache.residual_length, real=prompt.real,
-        )  # fmt: skip
+            *self._shared(query, scaling), keys, values, positions, prompt, visible_rows(mask, keys.shape[-2]), pruned
+        )
+        if cache.method.observes.second_pass:
+            if not wanted:
+                view.query = query[..., :0, :]
+            self._first_pass, self._dense, self._queries = view, None, None
+            handle.release()
+            return
+        self._store(view, handle)
+
+    def attend_second_pass(self, query: Tensor, scaling: float) -> Tensor:
+        """Attention of the second pass [B, Hq, C, D]; afterwards the method decides. Returns [B, C, Hq, Dv]."""
+        view, self._first_pass = self._first_pass, None
+        if view is None or self._dense is None:
+            raise CacheInUseError("this layer has no prompt yet")
+        query, (keys, values) = query.detach(), self._dense
+        output = attend_twice(query, (view.keys, keys), (view.values, values), view.prompt.real, scaling)
+        view.repeated = Repeated(query, keys)
+        self._dense = view.keys, view.values  # counted with the layer until it has stored what stays
+        self._store(view, None)
+        return output.transpose(1, 2).contiguous()
+
+    def _shared(self, query: Tensor, scaling: float) -> tuple[int, int, Tensor, float, PromptView, State | None]:
+        """The fields of `LayerView`."""
+        cache = self.cache
+        return self.layer_idx, self.compressed_idx, query, scaling, cache.request, cache.state
+
+    def _store(self, view: PrefillView, handle: KVHandle | None) -> None:
+        """The method decides about this layer, and what stays is stored."""
+        cache = self.cache
+        decision = cache.method.prefill(view) or Decision()
+        if decision.stream is not None:
+            cache.prune_stream(decision.stream, self.compressed_idx)
+        self.segments, self.store = decisions.store_prompt(view, decision, cache.storage)
+        batch, heads, _, dim = view.keys.shape
         self.prompt_slots = int(cache.full_prompt.lengths.sum()) * heads
-        per_slot = (keys.shape[-1] + values.shape[-1]) * keys.element_size()
-        # Not `columns`: a layer may have got fewer when evicted tokens left the residual stream.
+        per_slot = (dim + view.values.shape[-1]) * view.keys.element_size()
+        # Not C: a layer may have got fewer when evicted tokens left the residual stream.
         self.prompt_columns = self.decoded_from = cache.prompt_columns
         self.full_nbytes = per_slot * heads * batch * cache.prompt_columns
-        # A method that merges has made copies, which are still here.
-        copies = sum(made.nbytes for made, given in ((view.keys, keys), (view.values, values)) if made is not given)
-        cache.note_peak(copies)
+        # The copies that a method made to merge are still alive.
+        cache.note_peak(sum(made.nbytes for made in (decision.keys, decision.values) if made is not None))
         self._dense = self._queries = None
-        handle.release()
+        if handle is not None:
+            handle.release()
         cache.end_layer(self)
 
+    def settle(self, decision: Decision) -> None:
+        """Carries out what the method decided about this layer after the last one."""
+        cache = self.cache
+        real = cache.full_prompt.real
+        self.store = decisions.settle(self._stored, self.store, decision, real, cache.storage)
+
+    def count_prompt(self) -> None:
+        """Counts what the prompt lost: slots neither stored nor in the store."""
+        offloaded = 0 if self.store is None else self.store.extra_slots
+        self.counts.evicted += self.prompt_slots - self.stored_slots - offloaded
+
     def store_drafts(self) -> None:
-        """Once the prompt is compressed, adds what came with it but behind it; a crop takes rejected tokens back."""
+        """Once the prompt is compressed, adds what came with it but after it; a crop removes rejected tokens again."""
         if self._drafts is not None and self.segments is not None:
             keys, values = self._drafts
             batch, _, count, _ = keys.shape
@@ -238,52 +269,61 @@ class CompressedLayer(compat.CacheLayerMixin):
 
     def attend(self, query: Tensor, mask: Mask | None, scaling: float) -> Tensor:
         """Attention of query [B, Hq, q, D] over the stored slots; returns [B, q, Hq, Dv]."""
-        cache, segments = self.cache, self.segments
-        if segments is None:
-            raise CacheInUseError("this layer has no prompt yet")
+        if self._first_pass is not None:
+            return self.attend_second_pass(query, scaling)
+        cache, segments = self.cache, self._stored
         method, new = cache.method, query.shape[-2]
-        view = DecodeView(
-            self.layer_idx, self.compressed_idx, query, scaling, cache, self.state, self.counts, segments, self.seen
-        )
-        if method.retrieves:
-            method.before_attention(view)
+        pages = self._read(query, scaling)
         if cache.trace is not None:
             cache.trace[-1][self.layer_idx] = self.kept()
         allowed = None
         special = mask is not None and (not mask.plain or mask.padded_from(cache.prompt_columns))
         if new > 1 or special:
             allowed = stored_mask(mask, segments.positions(), self.seen, new, cache.prompt_columns)
-        attention_sum, backend = method.needs_attention_sum, cache.backend
-        if view.pages is None:
-            output, view.attention_sum = decode_attention(
-                query, segments.runs, scaling, allowed, need_attention_sum=attention_sum, backend=backend
-            )
+        observes = method.observes
+        wanted: dict[str, Any] = {"need_attention_sum": observes.attention_sum, "backend": cache.backend}
+        if pages is None:
+            output, attention_sum = decode_attention(query, segments.runs, scaling, allowed, **wanted)
         else:
             hidden = self._page_mask(mask, new) if special else None
-            output, view.attention_sum, _ = attend_with_pages(
-                query,
-                segments.runs,
-                scaling,
-                view.pages,
-                allowed,
-                hidden,
-                need_attention_sum=attention_sum,
-                backend=backend,
+            output, attention_sum, _ = attend_with_pages(
+                query, segments.runs, scaling, pages, allowed, hidden, **wanted
             )
-        if method.evicts_while_decoding:
-            leaving = method.decode(view)
-            if leaving is not None:
-                self._drop(segments, leaving)
-        elif cache.max_decode_slots is not None:
+        if method.evicts_while_decoding or observes.attention_sum or observes.steps:
+            view = DecodeView(*self._shared(query, scaling), StoredSlots(segments), self.seen, attention_sum)
+            decision = method.decode(view)
+            if decision is not None:
+                self._evict(decision)
+        if cache.max_decode_slots is not None:
             self._guard(segments, cache.max_decode_slots)
         return output.transpose(1, 2).contiguous()  # one query: no copy
 
+    def _read(self, query: Tensor, scaling: float) -> Pages | None:
+        """Chooses the chunks that this step reads; the pages to read in place, None where there are none."""
+        store = self.store
+        if store is None or not store.choosing:
+            return None
+        method = self.cache.method
+        relevance = method.read(ReadView(*self._shared(query, scaling), store, self.seen))
+        if store.in_place:
+            asked, hits = store.pick(relevance)
+        else:
+            asked, hits = store.fetch(self._stored, relevance)
+        self.counts.retrieved += asked
+        self.counts.hits += hits
+        return store.pages() if store.in_place and asked else None
+
+    @property
+    def _stored(self) -> Segments:
+        if self.segments is None:
+            raise CacheInUseError("this layer has no prompt yet")
+        return self.segments
+
     def _page_mask(self, mask: Mask | None, new: int) -> Tensor | None:
         """What a mask that is not plainly causal says about pages; None = every query may attend to all of them."""
-        chosen = [p for memory in self.extra_memory if (p := memory.chosen_positions()) is not None]
-        if not chosen:
+        positions = None if self.store is None else self.store.chosen_positions()
+        if positions is None:
             return None
-        positions = torch.cat(chosen, -1)
         allowed = stored_mask(mask, positions, self.seen, new, self.cache.prompt_columns)
         if allowed is None or bool((allowed | (positions < 0)[:, :, None]).all()):
             return None
@@ -293,28 +333,28 @@ class CompressedLayer(compat.CacheLayerMixin):
         """Positions that a step attends to: int64 [B, H, M], ascending, -1 behind the last."""
         if self.segments is None:
             raise CacheInUseError("nothing is stored yet: the prompt has not been processed")
-        chosen = [p for memory in self.extra_memory if (p := memory.chosen_positions()) is not None]
-        if not chosen:
+        chosen = None if self.store is None else self.store.chosen_positions()
+        if chosen is None:
             return in_order(self.segments.positions())
-        positions = torch.cat([self.segments.positions(), *chosen], -1)
+        positions = torch.cat([self.segments.positions(), chosen], -1)
         return in_order(positions)[..., : int((positions >= 0).sum(-1).max())]
 
     @property
     def stored_slots(self) -> int:
         """Slots that a step attends to, all sequences and heads."""
         own = 0 if self.segments is None else self.segments.total
-        return own + sum(int(memory.chosen_slots.sum()) for memory in self.extra_memory)
+        return own + (0 if self.store is None else int(self.store.chosen_slots.sum()))
 
-    def _drop(self, segments: Segments, leaving: Tensor | Drop) -> None:
-        """Carries out what a method decided: a mask of what stays, or single slots that go."""
+    def _evict(self, decision: Decision) -> None:
+        """Carries out the evictions of a decode step."""
+        segments = self._stored
         slots, held = segments.total, segments.held_nbytes
-        if isinstance(leaving, Drop):
-            segments.evict(leaving.slots, leaving.counts)
-        else:
-            segments.keep(leaving)
+        decisions.evict(segments, decision, self.cache.method.name)
         if segments.held_nbytes < held:
             self.cache.note_peak(held - segments.held_nbytes)
-        self.counts.add(evicted=slots - segments.total)
+        self.counts.evicted += slots - segments.total
+        self.counts.restored += decision.restored
+        self.counts.flushes += decision.flushes
 
     def _guard(self, segments: Segments, limit: int) -> None:
         """Drops the oldest decoded tokens when more than `limit` are stored; an eighth more, so that it is rare."""
@@ -322,22 +362,24 @@ class CompressedLayer(compat.CacheLayerMixin):
             return
         start = self.seen - max(1, limit - limit // 8)
         positions = segments.positions()
-        self._drop(segments, (positions < self.prompt_columns) | (positions >= start))
+        self._evict(Decision(keep=(positions < self.prompt_columns) | (positions >= start)))
         self.decoded_from = start
 
     @property
     def device_nbytes(self) -> int:
-        """Storage bytes on the compute device: keys, values, positions, side tensors, a method's state, digests."""
+        """Storage bytes on the compute device: keys, values, positions, side tensors, digests."""
+        first = self._first_pass
         waiting = (*(self._dense or ()), *(self._drafts or ()), self._queries)
+        if first is not None:
+            waiting = (*waiting, first.query, first.keys, first.values)
         dense = sum(t.nbytes for t in waiting if t is not None)
         stored = 0 if self.segments is None else self.segments.nbytes + self.segments.side_nbytes
-        state = sum(t.untyped_storage().nbytes() for t in self.state.values() if isinstance(t, Tensor))
-        return dense + stored + state + sum(memory.device_nbytes for memory in self.extra_memory)
+        return dense + stored + (0 if self.store is None else self.store.device_nbytes)
 
     @property
     def host_nbytes(self) -> int:
         """Storage bytes in the backing store, 0 for methods without one."""
-        return sum(memory.host_nbytes for memory in self.extra_memory)
+        return 0 if self.store is None else self.store.host_nbytes
 
 
 def in_order(positions: Tensor) -> Tensor:
@@ -349,10 +391,3 @@ def in_order(positions: Tensor) -> Tensor:
             (positions >= 0).sum(-1, keepdim=True) > torch.arange(positions.shape[-1], device=positions.device), -1
         )
     )
-
-
-def select_tensors(state: dict[Any, Any], index: Tensor) -> None:
-    """Reorders a method's state; by convention its tensors are [B, ...]."""
-    for key, value in state.items():
-        if isinstance(value, Tensor):
-            state[key] = value.index_select(0, index.to(value.device))

@@ -12,8 +12,15 @@ from foveakv.errors import MethodError
 from foveakv.kernels import BACKENDS
 from foveakv.memory import quantizer
 from foveakv.methods import Method, checks, near
+from foveakv.methods.capabilities import Capabilities
 
 DEFAULT_PREALLOCATED = 256
+PREALLOCATED = Capabilities(
+    engine="a cache with preallocated slots",
+    decode_eviction=False,
+    retrieval=False,
+    attention_sum=False,
+)
 
 
 @dataclass(frozen=True)
@@ -82,12 +89,9 @@ class CacheOptions:
         """Raises `MethodError` where an option cannot be combined with `method`."""
         if self.max_decode_slots is not None and method.evicts_while_decoding:
             raise MethodError(f"{method.name} bounds what it stores by its budget; leave max_decode_slots out")
-        changes = method.evicts_while_decoding or method.retrieves or method.needs_attention_sum
-        if self.preallocated is not None and changes:
-            raise MethodError(
-                f"{method.name} evicts, scores or retrieves slots while decoding, and with preallocate= every slot "
-                "keeps its place; remove preallocate, or use a method that acts at the prompt only (snapkv, adakv, "
-                "fastv, random, full)"
+        if self.preallocated is not None:
+            PREALLOCATED.check(
+                method, "remove preallocate, or use a method that acts at the prompt only (snapkv, adakv, fastv, full)"
             )
 
 

@@ -69,11 +69,11 @@ class LayerReport:
             full_bytes=layer.full_nbytes + later * per_column,
             stored_bytes=layer.device_nbytes,
             host_bytes=layer.host_nbytes,
-            evicted=layer.counts["evicted"],
-            restored=layer.counts["restored"],
-            retrieved=layer.counts["retrieved"],
-            hits=layer.counts["hits"],
-            flushes=layer.counts["flushes"],
+            evicted=layer.counts.evicted,
+            restored=layer.counts.restored,
+            retrieved=layer.counts.retrieved,
+            hits=layer.counts.hits,
+            flushes=layer.counts.flushes,
         )
 
 
@@ -84,10 +84,10 @@ class Report:
     `full_bytes` is what a plain cache would hold for the same tokens (padding included, as transformers stores it);
     `stored_bytes` counts storage on the compute device, slack, positions, side tensors and digests included;
     `peak_bytes` is the highest of it during prefill and decoding; `host_bytes` is the backing store. With a `kv_dtype`
-    the `residual_length` newest tokens are stored exactly as well, and `saved_by_quantization` is by how many bytes all that is
-    less than the same slots as the model computes them. Seconds are wall time on the host without synchronisation (on
-    an accelerator `foveakv.evaluation.compare` measures properly); `steps` counts the passes over one token, whose
-    median is `token_seconds`. `details` is what the method itself tells.
+    the `residual_length` newest tokens are stored in full precision as well, and `saved_by_quantization` is the number
+    of bytes that all this takes less than the same slots in the model's dtype. Seconds are wall time on the host
+    without synchronisation (on an accelerator `foveakv.evaluation.compare` measures properly); `steps` counts the
+    passes over one token, whose median is `token_seconds`. `details` is what the method itself tells.
     """
 
     settings: dict[str, Any]
@@ -109,7 +109,7 @@ class Report:
     def of(cls, cache: CompressedCache) -> Report:
         cache.note_peak()
         layers = [LayerReport.of(layer) for layer in cache.compressed]
-        other = cache.stored_nbytes - sum(layer.stored_bytes for layer in layers)
+        other = cache.stored_nbytes - cache.state_nbytes - sum(layer.stored_bytes for layer in layers)
         single = [seconds for tokens, seconds in cache.steps if tokens == 1]
         return cls(
             settings=cache.method.describe(),
@@ -122,7 +122,7 @@ class Report:
             prefill_seconds=cache.prefill_seconds,
             token_seconds=median(single) if single else None,
             steps=len(single),
-            details=cache.method.summary(cache),
+            details=cache.results.figures,
             kv_dtype=cache.kv_dtype,
             residual_length=None if cache.kv_dtype is None else cache.residual_length,
             saved_by_quantization=sum(
@@ -176,8 +176,9 @@ class Report:
             found.append("nothing was evicted or retrieved: this run says nothing about the method")
         if self.kv_dtype is not None and self.stored_slots and self.saved_by_quantization <= 0:
             found.append(
-                f"kv_dtype={self.kv_dtype!r} saves nothing here: with scales and {self.residual_length} exact copies per "
-                f"head, codes take {-self.saved_by_quantization:,} bytes more than the model's own numbers"
+                f"kv_dtype={self.kv_dtype!r} saves nothing here: with scales and a residual window of "
+                f"{self.residual_length} tokens per head, quantized slots take {-self.saved_by_quantization:,} bytes "
+                "more than full precision"
             )
         return found
 

@@ -368,7 +368,7 @@ def cache_for(
     options.check(method)
     attached = _attachment(model)
     cache = _new_cache(model, method, options)
-    if method.drop_hidden_after is not None:
+    if method.prunes_after is not None:
         hidden.check_supported(model)
 
     def hold(cache: CompressedCache) -> None:
@@ -377,7 +377,7 @@ def cache_for(
 
     cache.hold = hold
     hold(cache)
-    if method.drop_hidden_after is not None:
+    if method.prunes_after is not None:
         attached.use_hidden_hooks()
     if cache.preallocated is not None:
         attached.use_compiled_steps()
@@ -428,10 +428,10 @@ class Session:
             if model is not self.model and any(session.method is self.method for session in other.sessions):
                 raise CacheInUseError("this method object is in use on another model; make a second one")
         attached = _attachment(self.model)
-        if self.method.drop_hidden_after is not None:
+        if self.method.prunes_after is not None:
             hidden.check_supported(self.model)
         attached.acquire()
-        if self.method.drop_hidden_after is not None:
+        if self.method.prunes_after is not None:
             attached.use_hidden_hooks()
         if self.options.preallocated is not None:
             attached.use_compiled_steps()

@@ -10,7 +10,7 @@ from foveakv.memory.segments import Segments
 
 
 class StoredSlots:
-    """A view of one layer's segments for the time of one decode step; see the protocol for the meaning of each method."""
+    """A view of one layer's segments during a decode step; the protocol documents each method."""
 
     __slots__ = ("_segments",)
 

@@ -41,9 +41,9 @@ def install(layers: nn.ModuleList, active: Callable[[], CompressedCache | None])
     def shorten(layer_idx: int) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             cache = active()
-            if cache is None or cache.dropped is None or layer_idx < _first_shortened(cache):
+            if cache is None or cache.stream is None or layer_idx < _first_shortened(cache):
                 return None
-            index, _ = cache.dropped
+            index = cache.stream.index
             kwargs = dict(kwargs)
             hidden = args[0] if args else kwargs["hidden_states"]
             if layer_idx == _first_shortened(cache):  # later layers get what this one passes on
@@ -63,17 +63,16 @@ def install(layers: nn.ModuleList, active: Callable[[], CompressedCache | None])
 
     def restore(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         cache = active()
-        if cache is None or cache.dropped is None:
+        if cache is None or cache.stream is None:
             return None
         hidden = output[0] if isinstance(output, tuple) else output
-        index, valid = cache.dropped
+        index, valid = cache.stream.index, cache.stream.valid
         if hidden.shape[1] == index.shape[1]:
             full = hidden.new_zeros(hidden.shape[0], cache.prompt_columns, hidden.shape[2])
             batch = torch.arange(len(index), device=index.device)[:, None].expand_as(index)
             full[batch[valid], index[valid]] = hidden[valid]
             hidden = full
-        cache.dropped = None  # the prefill is over; decode steps are not shortened
-        cache.state.pop("_subset_masks", None)
+        cache.stream = None  # the prefill is over; decode steps are not shortened
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
     handles = [
@@ -85,7 +84,7 @@ def install(layers: nn.ModuleList, active: Callable[[], CompressedCache | None])
 
 def _first_shortened(cache: CompressedCache) -> int:
     """Index of the first decoder layer that gets fewer tokens."""
-    after = cache.method.drop_hidden_after
+    after = cache.method.prunes_after
     return len(cache.layers) if after is None else cache.compressed[after].layer_idx + 1
 
 
@@ -102,11 +101,11 @@ def _subset(cache: CompressedCache, attention_mask: Any) -> SubsetMask:
     whole = as_mask(attention_mask)
     if isinstance(whole, SubsetMask):
         return whole
-    if not isinstance(whole, LazyMask) or cache.dropped is None:
+    if not isinstance(whole, LazyMask) or cache.stream is None:
         raise UnsupportedModeError(
             "drop_hidden_states needs a 2-D attention mask or none, not one prepared by the caller"
         )
-    subsets = cache.state.setdefault("_subset_masks", {})
-    if id(whole) not in subsets:
-        subsets[id(whole)] = SubsetMask(whole, *cache.dropped)
-    return subsets[id(whole)]
+    masks = cache.stream.masks
+    if id(whole) not in masks:
+        masks[id(whole)] = SubsetMask(whole, cache.stream.index, cache.stream.valid)
+    return masks[id(whole)]

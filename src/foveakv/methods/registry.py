@@ -1,0 +1,101 @@
+"""The registry: `get("hae", budget=0.2)`, `available()`, `register(MyMethod)`.
+
+Built-in methods are found by their files: a class in this folder with a line `name: ClassVar[str] = "..."` is a method.
+Nothing is imported to find them, and there is no list to edit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+from foveakv.errors import MethodError
+from foveakv.methods.base import Method
+
+_CLASS = re.compile(r'^class (\w+)\b.*?^    name: ClassVar\[str\] = "([^"]+)"', re.MULTILINE | re.DOTALL)
+_REGISTERED: dict[str, type[Method]] = {}
+
+
+@functools.cache
+def _built_in() -> dict[str, tuple[str, str]]:
+    """Name -> module and class of every method of this folder."""
+    found = {}
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        text = file.read_text(encoding="utf8")
+        for part in re.split(r"(?m)^(?=@dataclass|class )", text):
+            match = _CLASS.search(part)
+            if match is not None:
+                found[match[2]] = f"foveakv.methods.{file.stem}", match[1]
+    return found
+
+
+def class_names() -> dict[str, str]:
+    """Class name -> module of every built-in method, for `from foveakv import HAE`."""
+    return {cls: module for module, cls in _built_in().values()}
+
+
+def available() -> list[str]:
+    """Names of all methods, built-in and registered, sorted."""
+    return sorted({*_built_in(), *_REGISTERED})
+
+
+def find(name: str) -> type[Method]:
+    """The class with this name.
+
+    Raises:
+        MethodError: there is none; the message names the nearest one.
+    """
+    if name in _REGISTERED:
+        return _REGISTERED[name]
+    if name not in _built_in():
+        raise MethodError(f"unknown method {name!r}{near(name, available())}; known: {', '.join(available())}")
+    module, attribute = _built_in()[name]
+    return getattr(importlib.import_module(module), attribute)
+
+
+def get(name: str, **options: Any) -> Method:
+    """A method by name with its options; unknown options raise `MethodError` with the nearest option.
+
+    `preset` names settings that go together, which the options change: `get("hybridkv", preset="small", budget=0.1)`.
+    """
+    cls = find(name)
+    fields = [f.name for f in dataclasses.fields(cls) if f.init]
+    preset = options.pop("preset", None) if "preset" not in fields else None
+    for option in options:
+        if option not in fields:
+            known = ", ".join(fields) or "none"
+            raise MethodError(f"{name} has no option {option!r}{near(option, fields)}; its options: {known}")
+    if preset is not None:
+        if not hasattr(cls, "preset"):
+            raise MethodError(f"{name} has no presets; give it options: {', '.join(fields) or 'none'}")
+        made: Method = cls.preset(preset, **options)
+        return made
+    needed = [f.name for f in dataclasses.fields(cls) if f.init and not _has_default(f)]
+    missing = [option for option in needed if option not in options]
+    if missing:
+        raise MethodError(f"{name} needs a value for {missing[0]!r}, which has no default")
+    return cls(**options)
+
+
+def _has_default(field: dataclasses.Field[Any]) -> bool:
+    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+
+
+def register(cls: type[Method]) -> type[Method]:
+    """Adds a method class under its `name`; usable as a decorator. Built-in names cannot be taken."""
+    if not cls.name:
+        raise MethodError(f"{cls.__name__} needs a class attribute `name`")
+    if cls.name in _built_in():
+        raise MethodError(f"{cls.name!r} is a built-in method; choose another name for {cls.__name__}")
+    _REGISTERED[cls.name] = cls
+    return cls
+
+
+def near(word: str, words: list[str]) -> str:
+    match = difflib.get_close_matches(word, words, n=1)
+    return f" (did you mean {match[0]!r}?)" if match else ""
