@@ -244,7 +244,7 @@ def storage(root: Any) -> dict[int, int]:
 def check_storage(run: Run) -> None:
     """The report's bytes are those of the tensors that the cache holds, and nothing large hides elsewhere."""
     report, cache = run.session.report, run.cache
-    layers = storage(list(cache.layers))
+    layers = storage([list(cache.layers), cache.state])
     runs = len(run.tokens) * cache.geometry.kv_heads * len(cache.compressed)
     uncounted = sum(layers.values()) - report.stored_bytes - report.host_bytes
     assert 0 <= uncounted <= 64 * runs, "more than a few numbers of bookkeeping per run is not in the report"

@@ -7,9 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from foveakv.methods.views import State
 
-@dataclass(frozen=True)
-class HeadMaps:
+
+@dataclass
+class HeadMaps(State):
     """One entry per KV head, CPU tensors [B, L, H].
 
     scores: the value that heads were classified by. static: bool, False for heads that read chunks. budgets: int64

@@ -10,7 +10,7 @@ in one KV head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol
 
@@ -62,8 +62,9 @@ class State:
 
     @property
     def nbytes(self) -> int:
-        """Storage bytes of all tensors of the state."""
-        return _nbytes([getattr(self, each.name) for each in fields(self)])
+        """Storage bytes of all tensors of the state; each storage counts once."""
+        memory = (tensor.untyped_storage() for tensor in _tensors(self))
+        return sum({each.data_ptr(): each.nbytes() for each in memory}.values())
 
 
 def _selected(value: Any, index: Tensor) -> Any:
@@ -79,14 +80,16 @@ def _selected(value: Any, index: Tensor) -> Any:
     return value
 
 
-def _nbytes(value: Any) -> int:
+def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        return value.untyped_storage().nbytes()
-    if isinstance(value, State):
-        return value.nbytes
-    if isinstance(value, (list, tuple)):
-        return sum(map(_nbytes, value))
-    return sum(map(_nbytes, value.values())) if isinstance(value, dict) else 0
+        yield value
+    elif isinstance(value, State):
+        yield from _tensors([getattr(value, each.name) for each in fields(value)])
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
 
 
 # ---- views
