@@ -11,7 +11,8 @@ from torch import Tensor
 import foveakv
 from foveakv.engines.transformers import compat
 from foveakv.errors import BudgetError, MethodError, NoVisualTokensError, UnsupportedModeError
-from foveakv.methods.ddes import RecycleBin, prompt_scores
+from foveakv.methods.ddes import RecycleBin
+from foveakv.methods.prompt_scores import prompt_scores
 from foveakv.methods.hae import HAE, PRESETS
 
 FAMILY = "llava"

@@ -26,7 +26,8 @@ from foveakv.engines.transformers.slots import StoredSlots
 from foveakv.errors import InputError, MethodError, UnsupportedModeError
 from foveakv.methods import checks
 from foveakv.methods.base import Method
-from foveakv.methods.ddes import BinState, RecycleBin, check_rows, prompt_scores
+from foveakv.methods.ddes import BinState, RecycleBin
+from foveakv.methods.prompt_scores import check_rows, prompt_scores
 from foveakv.methods.views import Decision, DecodeView, Observes, PrefillView, PromptView, State
 
 if TYPE_CHECKING:

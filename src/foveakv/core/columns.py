@@ -37,3 +37,14 @@ def held_share(positions: Iterable[Tensor], columns: int) -> tuple[Tensor, int]:
         inside = (held >= 0) & (held < columns)
         counts += torch.where(inside, held, columns).flatten().bincount(minlength=columns + 1)
     return counts[:columns] / max(heads, 1), heads
+
+
+def in_order(positions: Tensor) -> Tensor:
+    """Positions [B, H, M] of slots in any order -> ascending in each head, -1 (no token) at the end."""
+    return (
+        torch.where(positions < 0, torch.iinfo(positions.dtype).max, positions)
+        .sort(dim=-1)
+        .values.where(
+            (positions >= 0).sum(-1, keepdim=True) > torch.arange(positions.shape[-1], device=positions.device), -1
+        )
+    )

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from foveakv.core.selection import keep_top
 from foveakv.methods.checks import share
-from foveakv.methods.snapkv import SnapKV, window_and_scores
+from foveakv.methods.snapkv import SnapKV
 from foveakv.methods.views import Decision, PrefillView
 
 
@@ -32,7 +32,7 @@ class AdaKV(SnapKV):
 
     def prefill(self, view: PrefillView) -> Decision:
         size = view.budget_tokens(self.budget)
-        window, score = window_and_scores(view, self.window, size)
+        window, score = self.window_and_scores(view, size)
         score = score.masked_fill(window[:, None], 0.0)  # the window stays anyway: its scores must not lift neighbours
         score = F.max_pool1d(score, self.kernel, stride=1, padding=self.kernel // 2)
         score = score.masked_fill((window | ~view.prompt.real)[:, None], -torch.inf)

@@ -10,7 +10,8 @@ from torch import Tensor
 from foveakv.core.budget import parse_budget
 from foveakv.methods import checks
 from foveakv.methods.base import Method
-from foveakv.methods.ddes import BinState, RecycleBin, check_rows, prompt_scores
+from foveakv.methods.ddes import BinState, RecycleBin
+from foveakv.methods.prompt_scores import check_rows, prompt_scores
 from foveakv.methods.results import Results
 from foveakv.methods.views import (
     Decision,

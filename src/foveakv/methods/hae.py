@@ -19,7 +19,8 @@ from foveakv.core.selection import keep_top
 from foveakv.errors import MethodError, NoVisualTokensError
 from foveakv.methods import checks
 from foveakv.methods.base import Method
-from foveakv.methods.ddes import BinState, RecycleBin, check_room, check_rows, prompt_scores
+from foveakv.methods.ddes import BinState, RecycleBin, check_room
+from foveakv.methods.prompt_scores import check_rows, prompt_scores
 from foveakv.methods.results import Results
 from foveakv.methods.views import (
     Decision,

@@ -19,6 +19,7 @@ from foveakv.errors import MethodError
 from foveakv.methods.base import Method
 from foveakv.methods.checks import choice, flag, number, share, whole_number
 from foveakv.methods.results import HeadMaps, Results
+from foveakv.methods.snapkv import window_tokens
 from foveakv.methods.views import (
     Decision,
     Observes,
@@ -33,7 +34,14 @@ from foveakv.methods.views import (
 
 PRESETS: dict[str, dict[str, Any]] = {
     # What the paper states for its models; the power of two is the nearest, and digests come on top of the budget.
-    "paper": {"theta": 0.9, "rho": 0.75, "chunk_size": 8, "rounding": "nearest", "count_digests": False},
+    "paper": {
+        "theta": 0.9,
+        "rho": 0.75,
+        "chunk_size": 8,
+        "rounding": "nearest",
+        "count_digests": False,
+        "window_share": 1.0,
+    },
     # For small models and prompts of some hundred tokens (docs/evidence.md): nearly all heads lie above 0.9, questions
     # are shorter than 32 tokens, pictures are few tokens wide, and digests of float32 eat a small budget.
     "small": {"theta_quantile": 0.7, "window": 8, "chunk_size": 4, "digest_dtype": "int8"},
@@ -87,6 +95,8 @@ class HybridKV(Method):
         rho: mean budget of dynamic heads as a share of the mean budget, Eq. 4.
         alpha: share of the static budget that is dealt out evenly, Eq. 5's a.
         window: tokens at the end of the prompt that static heads keep, and whose attention scores the others.
+        window_share: the largest part of a static head's budget that the window may take (not in the paper, which keeps
+            the window whole: 1).
         chunk_size: tokens per chunk.
         k_ratio: k of the head score as a share of the prompt.
         text_rows: "after_visual" (text behind the first visual token) or "all".
@@ -112,6 +122,7 @@ class HybridKV(Method):
     rho: float = 0.75
     alpha: float = 0.1
     window: int = 32
+    window_share: float = 0.5
     chunk_size: int = 8
     k_ratio: float = 0.05
     text_rows: Literal["after_visual", "all"] = "after_visual"
@@ -141,6 +152,7 @@ class HybridKV(Method):
         share(self.name, "theta", self.theta, meaning="a head score from which a head is static")
         if self.theta_quantile is not None:
             share(self.name, "theta_quantile", self.theta_quantile, meaning="the share of heads that become dynamic")
+        share(self.name, "window_share", self.window_share, above_zero=True, meaning="of a budget, for the window")
         share(self.name, "alpha", self.alpha, meaning="the part of the static budget that is dealt out evenly")
         share(self.name, "k_ratio", self.k_ratio, meaning="of the prompt's tokens")
         number(self.name, "rho", self.rho, 0, meaning="1: dynamic heads get the mean budget")
@@ -284,7 +296,8 @@ class HybridKV(Method):
         chunks = ((budgets - incomplete).clamp_min(0) // self.chunk_size).masked_fill(static, 0)  # [B, H]
         keep = from_end(real)[:, None] <= torch.where(chunks > 0, incomplete, budgets)[..., None]
         if window is not None:
-            keep = torch.where(static[..., None], text_prior_keep(window, text, real, budgets, self.window), keep)
+            kept = text_prior_keep(window, text, real, budgets, self.window, self.window_share)
+            keep = torch.where(static[..., None], kept, keep)
         slots = (keep & real[:, None]).sum(-1) + torch.minimum(chunks, complete) * self.chunk_size
         offload = self._offload(~static) if self._late else None
         return Decision(keep=keep, offload=offload, chunks=chunks), slots.cpu()
@@ -299,17 +312,18 @@ _CHOICES = {
 }
 
 
-def text_prior_keep(scores: Tensor, text: Tensor, real: Tensor, budgets: Tensor, window: int) -> Tensor:
+def text_prior_keep(
+    scores: Tensor, text: Tensor, real: Tensor, budgets: Tensor, window: int, window_share: float = 1.0
+) -> Tensor:
     """What static heads keep (arXiv 2604.05887, App. A): bool [B, H, C] with min(budget, real columns) marks per head.
 
-    scores [B, H, C]; text, real bool [B, C]; budgets LongTensor [B, H]. Text comes first, then the last `window`
-    columns, then the best-scored rest. Where text alone exceeds budget - window, the window stays and the best-scored
-    text: in either case the window, then text, then the rest. Not stated in the paper; we keep the newest columns where
-    the budget is below the window, and count audio with the rest.
+    scores [B, H, C]; text, real bool [B, C]; budgets int64 [B, H]. Text comes first, then the last `window` columns,
+    then the best-scored rest. Where text alone exceeds budget - window, the window stays and the best-scored text: in
+    either case the window, then text, then the rest. Not stated in the paper; we keep the newest columns where the
+    budget is below the window, give the window at most `window_share` of the budget, and count audio with the rest.
     """
-    age = from_end(real)[:, None]
-    recent = age <= budgets.clamp_max(window)[..., None]
-    earlier = real[:, None] & (age > window)
+    recent = from_end(real)[:, None] <= window_tokens(budgets, window, window_share)[..., None]
+    earlier = real[:, None] & ~recent
     left = budgets - recent.sum(-1)
     best_text = keep_top(scores.masked_fill(~(earlier & text[:, None]), -torch.inf), left)
     left = left - best_text.sum(-1)

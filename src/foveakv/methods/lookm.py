@@ -14,7 +14,7 @@ from foveakv.core.columns import newest
 from foveakv.core.selection import keep_top
 from foveakv.methods.base import Method
 from foveakv.methods.checks import choice, share
-from foveakv.methods.ddes import check_rows, prompt_scores
+from foveakv.methods.prompt_scores import check_rows, prompt_scores
 from foveakv.methods.views import Decision, Observes, PrefillView
 
 Merge = Literal["pivot", "mean", "weighted", "none"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foveakv.core.selection import keep_top
 from foveakv.methods.checks import choice
-from foveakv.methods.snapkv import SnapKV, window_and_scores
+from foveakv.methods.snapkv import SnapKV
 from foveakv.methods.views import Decision, PrefillView
 
 
@@ -39,7 +39,7 @@ class MixKV(SnapKV):
 
     def prefill(self, view: PrefillView) -> Decision:
         size = self.layer_tokens(view)
-        window, score = window_and_scores(view, self.window, size)
+        window, score = self.window_and_scores(view, size)
         score = self.smooth(score.masked_fill(window[:, None], 0.0))
         candidates = (view.prompt.real & ~window)[:, None].expand_as(score)
         similarity, redundancy = key_similarity(view.keys, view.prompt.real)

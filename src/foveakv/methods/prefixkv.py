@@ -16,7 +16,7 @@ from foveakv.core.columns import from_end
 from foveakv.core.selection import keep_top
 from foveakv.methods.base import Method
 from foveakv.methods.checks import whole_number
-from foveakv.methods.ddes import check_rows, prompt_scores
+from foveakv.methods.prompt_scores import check_rows, prompt_scores
 from foveakv.methods.results import Results
 from foveakv.methods.views import (
     Decision,

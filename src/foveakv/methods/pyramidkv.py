@@ -35,7 +35,7 @@ class PyramidKV(SnapKV):
 
     def layer_tokens(self, view: PrefillView) -> Tensor:
         size = view.budget_tokens(self.budget)
-        window = size.clamp_max(self.window)
+        window = self.window_tokens(size)
         pairs = zip((size - window).tolist(), (view.request.prompt.lengths - window).tolist(), strict=True)
         layers = view.request.geometry.layers
         return window + torch.tensor(

@@ -15,8 +15,9 @@ from foveakv.core.columns import newest
 from foveakv.core.selection import keep_top
 from foveakv.errors import MethodError
 from foveakv.methods.base import Method
-from foveakv.methods.checks import whole_number
-from foveakv.methods.views import Decision, Observes, PrefillView
+from foveakv.methods.checks import share, whole_number
+from foveakv.methods.results import Results
+from foveakv.methods.views import Decision, Observes, PrefillView, ResultView
 
 
 @dataclass
@@ -24,12 +25,23 @@ class SnapKV(Method):
     """Per KV head: the last `window` tokens, and the tokens they attend to most, `budget` tokens in all.
 
     Scores are the window's attention (mean over its rows and the query group), smoothed by an average pool over
-    `kernel` neighbouring tokens. A budget no larger than the window keeps the newest tokens only.
+    `kernel` neighbouring tokens.
+
+    In the paper the whole window stays. Where the budget is no larger than the window, nothing but the end of the
+    prompt is then kept, and answers collapse. Not in the paper: at most `window_share` of the budget goes to the
+    window, and the report says so; `window_share=1` is the paper's rule.
+
+    Args:
+        budget: tokens that stay: a share of the prompt, tokens per head, or bytes.
+        window: tokens at the end of the prompt that score the others, and that stay.
+        kernel: neighbouring tokens to pool over, odd.
+        window_share: the largest part of the budget that the window may take.
     """
 
     budget: float | int | str = 0.2
     window: int = 32
     kernel: int = 5
+    window_share: float = 0.5
 
     name: ClassVar[str] = "snapkv"
 
@@ -37,6 +49,7 @@ class SnapKV(Method):
         parse_budget(self.budget)
         whole_number(self.name, "window", self.window, 1, "tokens at the end of the prompt")
         whole_number(self.name, "kernel", self.kernel, 1, "neighbouring tokens to pool over")
+        share(self.name, "window_share", self.window_share, above_zero=True, meaning="of the budget, for the window")
         if self.kernel % 2 == 0:
             raise MethodError(f"{self.name}: kernel must be odd, so that a token is in the middle; got {self.kernel}")
 
@@ -46,7 +59,7 @@ class SnapKV(Method):
 
     def prefill(self, view: PrefillView) -> Decision:
         size = self.layer_tokens(view)
-        window, score = window_and_scores(view, self.window, size)
+        window, score = self.window_and_scores(view, size)
         score = self.smooth(score.masked_fill(window[:, None], 0.0))  # the window stays: it must not lift neighbours
         score = score.masked_fill((window | ~view.prompt.real)[:, None], -torch.inf)
         return Decision(keep=keep_top(score, (size - window.sum(-1))[:, None]) | window[:, None])
@@ -59,10 +72,31 @@ class SnapKV(Method):
         """Scores [B, H, C], each the mean over `kernel` neighbours."""
         return F.avg_pool1d(score, self.kernel, stride=1, padding=self.kernel // 2)
 
+    def window_tokens(self, size: Tensor) -> Tensor:
+        """Newest tokens that stay whatever their score, of `size` int64 [B] in all: int64 [B]."""
+        return window_tokens(size, self.window, self.window_share)
 
-def window_and_scores(view: PrefillView, width: int, size: Tensor) -> tuple[Tensor, Tensor]:
-    """The window's columns, bool [B, C] (at most `size` [B] of them), and its scores [B, H, C], 0 at padding."""
-    real = view.prompt.real
-    window = newest(real, size.clamp_max(width))
-    score = window_scores(view.query, view.keys, width, view.scaling, view.visible, real)
-    return window, score.masked_fill(~real[:, None], 0.0)
+    def window_and_scores(self, view: PrefillView, size: Tensor) -> tuple[Tensor, Tensor]:
+        """The newest tokens that stay, bool [B, C], and the window's scores [B, H, C], 0 at padding; size int64 [B]."""
+        real = view.prompt.real
+        score = window_scores(view.query, view.keys, self.window, view.scaling, view.visible, real)
+        return newest(real, self.window_tokens(size)), score.masked_fill(~real[:, None], 0.0)
+
+    def results(self, view: ResultView) -> Results:
+        """A note where the budget holds a smaller window than was asked for."""
+        size = view.request.budget_tokens(self.budget)
+        kept = self.window_tokens(size)
+        if not bool((kept < size.clamp_max(self.window)).any()):
+            return Results()
+        return Results({"window": kept.tolist()}, notes=(shrunk_window(int(kept.min()), self.window),))
+
+
+def window_tokens(size: Tensor, window: int, share: float) -> Tensor:
+    """The part of `size` int64 tokens that a window takes: at most `window` and `share` of them, at least 1."""
+    most = (size.double() * share + 1e-9).long().clamp_min(1)
+    return torch.minimum(most, size.clamp_max(window))
+
+
+def shrunk_window(kept: int, window: int) -> str:
+    """The note of a report on a window that the budget does not hold."""
+    return f"the budget is small beside window={window}: only the newest {kept} tokens stay whatever their score"

@@ -15,7 +15,7 @@ from foveakv.core.selection import keep_top
 from foveakv.errors import MethodError
 from foveakv.methods.checks import share
 from foveakv.methods.head_files import load_head_scores, read_head_scores
-from foveakv.methods.snapkv import SnapKV, window_and_scores
+from foveakv.methods.snapkv import SnapKV
 from foveakv.methods.views import Decision, PrefillView, PromptView, State
 
 _HOW = (
@@ -77,13 +77,13 @@ class SparseMM(SnapKV):
             )
         scores = scores[list(request.layers)]
         size = request.budget_tokens(self.budget).cpu()
-        window = size.clamp_max(self.window)
+        window = self.window_tokens(size)
         pairs = zip((size - window).tolist(), (torch.tensor(geometry.contexts) - window).tolist(), strict=True)
         return SparseMMState(torch.stack([head_budgets(scores, mean, most, self.ratio) for mean, most in pairs]))
 
     def prefill(self, view: PrefillView) -> Decision:
         size = view.budget_tokens(self.budget)
-        window, score = window_and_scores(view, self.window, size)
+        window, score = self.window_and_scores(view, size)
         score = self.smooth(score.masked_fill(window[:, None], 0.0))  # the window stays: it must not lift neighbours
         score = score.masked_fill((window | ~view.prompt.real)[:, None], -torch.inf)
         beyond = view.state.beyond[:, view.compressed_idx].to(score.device)  # [B, H]

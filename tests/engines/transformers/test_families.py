@@ -81,7 +81,7 @@ def test_method_on_family(family: str, name: str) -> None:
     report = run.session.report
     if name != "full":
         assert report.evicted > 0 or report.retrieved > 0
-        assert not report.notes
+        assert not any("nothing was evicted" in note for note in report.notes)
     matrix.check_against_reference(model, run, batch.inputs, families.exactness(family))
     matrix.check_storage(run)
     for held in matrix.positions_held(run):

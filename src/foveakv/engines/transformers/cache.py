@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import time
+import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from foveakv.engines.transformers.decisions import Storage
 from foveakv.engines.transformers.layer import CompressedLayer
 from foveakv.engines.transformers.options import CacheOptions
 from foveakv.engines.transformers.preallocated import Clock, PreallocatedLayer, preallocate
+from foveakv.engines.transformers.sizes import geometry_of, head_dim, layer_nbytes
+from foveakv.engines.transformers.stream import Stream
 from foveakv.errors import (
     CacheInUseError,
     MethodError,
@@ -36,26 +38,6 @@ from foveakv.memory import quantizer as codes
 from foveakv.methods.base import Method
 from foveakv.methods.results import Results
 from foveakv.methods.views import Decision, PromptEndView, PromptView, ResultView, State
-
-
-@dataclass
-class Stream:
-    """Tokens that stay in the residual stream. index: int64 [B, n], columns, ascending; valid: bool [B, n].
-
-    Sequences that keep fewer tokens than the widest are filled at the left, so that the last token stays last. masks:
-    the masks of the shortened sequence, by the identity of the whole one.
-    """
-
-    index: Tensor
-    valid: Tensor
-    masks: dict[int, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, keep: Tensor) -> Stream:
-        """keep: bool [B, C]."""
-        order = keep.to(torch.int8).argsort(dim=-1, stable=True)  # those that leave first, both in order
-        index = order[:, -int(keep.sum(-1).max()) :]
-        return cls(index, keep.gather(1, index))
 
 
 class CompressedCache(compat.Cache):
@@ -91,7 +73,7 @@ class CompressedCache(compat.Cache):
         self.max_decode_slots = options.max_decode_slots
         self.kv_dtype = options.kv_dtype
         self.residual_length = options.residual_length
-        codes.check_dims(self.kv_dtype, _head_dim(config), _head_dim(config))
+        codes.check_dims(self.kv_dtype, head_dim(config), head_dim(config))
         self.storage = Storage(method.name, options.backend, options.kv_dtype, options.residual_length)
         self.trace_wanted = options.trace
         self.owner: weakref.ref[Any] | None = None  # the model this cache was made for
@@ -106,6 +88,7 @@ class CompressedCache(compat.Cache):
         self.stream: Stream | None = None  # tokens that stay in the residual stream while the prompt is read
         self.trace: list[dict[int, Tensor]] | None = [] if self.trace_wanted else None
         self.model_state: list[Any] = []  # M-RoPE offsets that some models keep on themselves between calls
+        self.kinds_known = True  # False: a prompt of embeddings, nobody says which of its tokens are visual
         self.forward_tokens: int | None = None
         self.last_chunk = True
         self.drafted = 0  # tokens behind the prompt in the pass that completes it (assisted decoding)
@@ -245,6 +228,25 @@ class CompressedCache(compat.Cache):
         """
         self.peak_nbytes = max(self.peak_nbytes, self.stored_nbytes + more)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader of this cache's report must know about its prompt."""
+        found = []
+        if not self.kinds_known:
+            found.append("the prompt was given as inputs_embeds without mm_token_type_ids: all tokens count as text")
+        if self._beyond_positions:
+            found.append(f"the context is longer than the model's {self._positions} positions: answers may be wrong")
+        return tuple(found)
+
+    @property
+    def _positions(self) -> int:
+        """Positions that the model was made for; 0 = it does not say."""
+        return int(getattr(self.config, "max_position_embeddings", 0) or 0)
+
+    @property
+    def _beyond_positions(self) -> bool:
+        return 0 < self._positions < self.seen
+
     def new_positions(self, seen: int, new: int, device: torch.device) -> Tensor:
         """int32 [1, new], the positions of the newest tokens; made once for all layers of a forward pass."""
         if self._new_positions is None or self._new_positions[0] != (seen, new, device):
@@ -262,12 +264,14 @@ class CompressedCache(compat.Cache):
         itemsize: int,
         batch: int | None = None,
         mask: Tensor | None = None,
+        kinds_known: bool = True,
     ) -> None:
         """Before a forward pass over `new` tokens.
 
         `prompt` describes them and is needed until the cache is `prefilled`; `total` is the length of a prefill that
         comes in chunks or together with drafted tokens, None for one that comes whole and alone; `itemsize` is the
-        bytes of one key element; `mask` [B, >= new] is 0 at padding and read with preallocated slots only.
+        bytes of one key element; `mask` [B, >= new] is 0 at padding and read with preallocated slots only;
+        `kinds_known` is False where the inputs do not say which tokens are visual.
         """
         if self.forward_tokens is not None:
             raise CacheInUseError(
@@ -285,6 +289,7 @@ class CompressedCache(compat.Cache):
             self.last_chunk = total is None or self.seen + new >= total
             self.drafted = 0 if total is None else max(0, self.seen + new - total)
             before = self.prompt
+            self.kinds_known = self.kinds_known and kinds_known
             try:
                 self._take_prompt(prompt.crop(new - self.drafted), itemsize)
             except BaseException:
@@ -294,6 +299,12 @@ class CompressedCache(compat.Cache):
             self.trace.append({})
         if self.clock is not None:
             self.clock.begin(new, mask)
+        if self._positions and self.seen <= self._positions < self.seen + new:
+            warnings.warn(
+                f"the context grows to {self.seen + new} tokens, and this model has {self._positions} positions "
+                "(max_position_embeddings); its answers may be wrong from here on",
+                stacklevel=2,
+            )
         self.forward_tokens = new
         self._started = time.perf_counter()
 
@@ -309,8 +320,14 @@ class CompressedCache(compat.Cache):
         if not self.last_chunk:
             return
         layers = tuple(layer.layer_idx for layer in self.compressed)
-        self._request = PromptView(self.prompt, self._measure(itemsize), layers, len(self.layers))
+        geometry = geometry_of(self.config, self.prompt, len(self.compressed), itemsize)
+        self._request = PromptView(self.prompt, geometry, layers, len(self.layers))
         if method.visual_only and not bool(self.prompt.visual.any()):
+            if not self.kinds_known:
+                raise NoVisualTokensError(
+                    f"{method.name} evicts visual tokens only, and inputs_embeds do not say which tokens are visual: "
+                    "pass mm_token_type_ids as well (0 text, 1 image, 2 video)"
+                )
             raise NoVisualTokensError(
                 f"{method.name} evicts visual tokens only, and this prompt has no image or video; add one, or use "
                 "snapkv, h2o or streaming for text"
@@ -373,26 +390,3 @@ class CompressedCache(compat.Cache):
             return prompt.take(self.stream.index, self.stream.valid), self.stream.index, True
         batch, columns = prompt.kinds.shape
         return prompt, torch.arange(columns, device=prompt.kinds.device).expand(batch, columns), False
-
-    def _measure(self, itemsize: int) -> Geometry:
-        config, prompt = self.config, self.full_prompt
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        dim = _head_dim(config)
-        return Geometry(
-            batch=len(prompt.kinds), contexts=prompt.lengths.cpu(), layers=len(self.compressed), kv_heads=heads,
-            head_dim=dim, value_dim=dim, itemsize=itemsize,
-        )  # fmt: skip
-
-
-def _head_dim(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def layer_nbytes(layer: Any) -> int:
-    """Storage bytes of one cache layer on the compute device, ours or transformers'; each storage counts once."""
-    if isinstance(layer, CompressedLayer):
-        return layer.device_nbytes
-    fields = vars(layer).values()
-    states = [state for value in fields if isinstance(value, dict) for state in value.values()]  # linear attention's
-    tensors = [value for value in (*fields, *states) if isinstance(value, Tensor)]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foveakv.errors import MethodError
+from foveakv.errors import MethodError, UnsupportedModeError
 from foveakv.kernels.paged import reads_pages
 from foveakv.memory.chunks import ChunkStore
 from foveakv.memory.segments import Segments
@@ -122,3 +122,15 @@ def _offloaded(offload: Offload, keys: Tensor, values: Tensor, real: Tensor, pos
         keys, values, real, positions, offload.heads.to(keys.device), chunk=offload.chunk, place=offload.place,
         directory=offload.directory, digest_dtype=offload.digest_dtype, summary=offload.summary,
     )  # fmt: skip
+
+
+def check_finite(view: PrefillView) -> None:
+    """Raises `UnsupportedModeError` where the prompt's activations are NaN or infinite: scores would mean nothing.
+
+    Only the newest query row is looked at; what overflows spreads to it through the layers.
+    """
+    if view.query.shape[-2] and not bool(view.query[..., -1, :].isfinite().all()):
+        raise UnsupportedModeError(
+            f"the activations of this prompt contain NaN or infinity in layer {view.layer_idx}: {view.query.dtype} "
+            "overflows in this model; load it in bfloat16 or float32"
+        )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from foveakv.core.columns import in_order
 from foveakv.engines.transformers import compat, decisions
+from foveakv.engines.transformers.counts import Counts
 from foveakv.engines.transformers.handle import KVHandle
 from foveakv.engines.transformers.masks import Mask, stored_mask, visible_rows
 from foveakv.engines.transformers.second_pass import attend_twice
@@ -24,17 +25,6 @@ from foveakv.methods.views import Decision, DecodeView, PrefillView, PromptView,
 
 if TYPE_CHECKING:
     from foveakv.engines.transformers.cache import CompressedCache
-
-
-@dataclass
-class Counts:
-    """What happened in one layer, in slots (`flushes`: in events)."""
-
-    evicted: int = 0
-    restored: int = 0
-    retrieved: int = 0
-    hits: int = 0
-    flushes: int = 0
 
 
 class CompressedLayer(compat.CacheLayerMixin):
@@ -230,6 +220,8 @@ class CompressedLayer(compat.CacheLayerMixin):
     def _store(self, view: PrefillView, handle: KVHandle | None) -> None:
         """The method decides about this layer, and what stays is stored."""
         cache = self.cache
+        if cache.method.observes.queries != "none" and self is cache.compressed[-1]:
+            decisions.check_finite(view)
         decision = cache.method.prefill(view) or Decision()
         if decision.stream is not None:
             cache.prune_stream(decision.stream, self.compressed_idx)
@@ -380,14 +372,3 @@ class CompressedLayer(compat.CacheLayerMixin):
     def host_nbytes(self) -> int:
         """Storage bytes in the backing store, 0 for methods without one."""
         return 0 if self.store is None else self.store.host_nbytes
-
-
-def in_order(positions: Tensor) -> Tensor:
-    """Positions [B, H, M] of slots in any order -> ascending in each head, -1 (no token) at the end."""
-    return (
-        torch.where(positions < 0, torch.iinfo(positions.dtype).max, positions)
-        .sort(dim=-1)
-        .values.where(
-            (positions >= 0).sum(-1, keepdim=True) > torch.arange(positions.shape[-1], device=positions.device), -1
-        )
-    )

@@ -104,12 +104,14 @@ class Report:
     kv_dtype: str | None = None
     residual_length: int | None = None
     saved_by_quantization: int = 0
+    method_notes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, cache: CompressedCache) -> Report:
         cache.note_peak()
         layers = [LayerReport.of(layer) for layer in cache.compressed]
         other = cache.stored_nbytes - cache.state_nbytes - sum(layer.stored_bytes for layer in layers)
+        results = cache.results
         single = [seconds for tokens, seconds in cache.steps if tokens == 1]
         return cls(
             settings=cache.method.describe(),
@@ -122,12 +124,13 @@ class Report:
             prefill_seconds=cache.prefill_seconds,
             token_seconds=median(single) if single else None,
             steps=len(single),
-            details=cache.results.figures,
+            details=results.figures,
             kv_dtype=cache.kv_dtype,
             residual_length=None if cache.kv_dtype is None else cache.residual_length,
             saved_by_quantization=sum(
                 layer.segments.saved_nbytes for layer in cache.compressed if layer.segments is not None
             ),
+            method_notes=(*cache.notes, *results.notes),
         )
 
     def _total(self, name: str) -> int:
@@ -171,7 +174,7 @@ class Report:
     @property
     def notes(self) -> list[str]:
         """What a reader must know before quoting these figures."""
-        found = []
+        found = list(self.method_notes)
         if self.settings["method"] != "full" and self.evicted == 0 and self.retrieved == 0:
             found.append("nothing was evicted or retrieved: this run says nothing about the method")
         if self.kv_dtype is not None and self.stored_slots and self.saved_by_quantization <= 0:

@@ -1,0 +1,16 @@
+"""Counts of one layer for the report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Counts:
+    """What happened in one layer, in slots (`flushes`: in events)."""
+
+    evicted: int = 0
+    restored: int = 0
+    retrieved: int = 0
+    hits: int = 0
+    flushes: int = 0

@@ -1,0 +1,36 @@
+"""Sizes of a cache: its geometry by the model's config, and the bytes of its layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from foveakv.core.budget import Geometry
+from foveakv.core.prompt import PromptMap
+from foveakv.engines.transformers.layer import CompressedLayer
+
+
+def geometry_of(config: Any, prompt: PromptMap, layers: int, itemsize: int) -> Geometry:
+    """The geometry of a cache with `layers` compressed layers; itemsize: bytes of one key element."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = head_dim(config)
+    return Geometry(
+        batch=len(prompt.kinds), contexts=prompt.lengths.cpu(), layers=layers, kv_heads=heads,
+        head_dim=dim, value_dim=dim, itemsize=itemsize,
+    )  # fmt: skip
+
+
+def head_dim(config: Any) -> int:
+    """Dimension of keys and values, by the text decoder's config."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def layer_nbytes(layer: Any) -> int:
+    """Storage bytes of one cache layer on the compute device, ours or transformers'; each storage counts once."""
+    if isinstance(layer, CompressedLayer):
+        return layer.device_nbytes
+    fields = vars(layer).values()
+    states = [state for value in fields if isinstance(value, dict) for state in value.values()]  # linear attention's
+    tensors = [value for value in (*fields, *states) if isinstance(value, Tensor)]
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
