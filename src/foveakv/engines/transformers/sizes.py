@@ -8,7 +8,6 @@ from torch import Tensor
 
 from foveakv.core.budget import Geometry
 from foveakv.core.prompt import PromptMap
-from foveakv.engines.transformers.layer import CompressedLayer
 
 
 def geometry_of(config: Any, prompt: PromptMap, layers: int, itemsize: int) -> Geometry:
@@ -28,8 +27,9 @@ def head_dim(config: Any) -> int:
 
 def layer_nbytes(layer: Any) -> int:
     """Storage bytes of one cache layer on the compute device, ours or transformers'; each storage counts once."""
-    if isinstance(layer, CompressedLayer):
-        return layer.device_nbytes
+    own: int | None = getattr(layer, "device_nbytes", None)  # ours; transformers' layers have no such property
+    if own is not None:
+        return own
     fields = vars(layer).values()
     states = [state for value in fields if isinstance(value, dict) for state in value.values()]  # linear attention's
     tensors = [value for value in (*fields, *states) if isinstance(value, Tensor)]
