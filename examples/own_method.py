@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from foveakv.core.budget import parse_budget
-from foveakv.methods import Method, PrefillView, keep_top, register
+from foveakv.methods import Decision, Method, PrefillView, keep_top, register
 
 
 @register
@@ -26,16 +26,16 @@ class KeyNorm(Method):
     visual_only: ClassVar[bool] = True  # a prompt without images is then an error, not a silent no-op
 
     def __post_init__(self) -> None:
-        parse_budget(self.budget)  # a bad budget fails here, not in the middle of a run
+        parse_budget(self.budget)  # an invalid budget fails here, not in the middle of a run
 
-    def prefill(self, view: PrefillView) -> torch.Tensor:
-        """Called for each layer at the end of its prefill; returns what to keep, bool [B, H, C]."""
+    def prefill(self, view: PrefillView) -> Decision:
+        """Called for each layer at the end of its prefill; `keep` is bool [B, H, C]."""
         visual = view.prompt.visual  # [B, C]
-        text = view.prompt.text  # [B, C], padding is neither
-        room = self.budget_tokens(view.cache, self.budget) - text.sum(-1)  # [B] tokens per head
+        text = view.prompt.text  # [B, C]; padding is neither
+        room = view.budget_tokens(self.budget) - text.sum(-1)  # [B] tokens per head
         score = -view.keys.norm(dim=-1)  # [B, H, C]
         score = score.masked_fill(~visual[:, None], -torch.inf)  # -inf is never kept
-        return keep_top(score, room.clamp_min(0)[:, None]) | text[:, None]
+        return Decision(keep=keep_top(score, room.clamp_min(0)[:, None]) | text[:, None])
 
 
 def main() -> None:
