@@ -22,41 +22,14 @@ METHODS = ("core", "errors", "util", "methods")
 MOST_LINES = 400
 
 # What breaks the rules today. These lists only shrink: an entry that is no longer needed fails a test.
-UPWARDS: dict[str, set[str]] = {
-    "foveakv.evaluation.lmms_eval.arguments": {"foveakv.cli.settings"},
-    "foveakv.methods.base": {"foveakv.engines.transformers.cache", "foveakv.memory.pages", "foveakv.memory.segments"},
-    "foveakv.methods.ddes": {"foveakv.engines.transformers.cache", "foveakv.kernels.cpu_scores"},
-    "foveakv.methods.fastv": {"foveakv.engines.transformers.cache"},
-    "foveakv.methods.h2o": {"foveakv.engines.transformers.cache"},
-    "foveakv.methods.hae": {"foveakv.engines.transformers.cache"},
-    "foveakv.methods.hybridkv": {
-        "foveakv.engines.transformers.cache",
-        "foveakv.kernels.paged",
-        "foveakv.memory.chunk_files",
-        "foveakv.memory.chunks",
-        "foveakv.memory.digests",
-        "foveakv.memory.segments",
-    },
-    "foveakv.methods.late": {"foveakv.engines.transformers.cache"},
-    "foveakv.methods.mustdrop": {"foveakv.engines.transformers.cache"},
-    "foveakv.methods.prefixkv": {"foveakv.engines.transformers.cache"},
-    "foveakv.methods.quest": {"foveakv.engines.transformers.cache", "foveakv.kernels.paged", "foveakv.memory.chunks"},
-    "foveakv.methods.retrieval": {"foveakv.memory.chunks"},
-    "foveakv.methods.sparsemm": {"foveakv.engines.transformers.cache"},
-    "foveakv.methods.streaming": {"foveakv.engines.transformers.cache"},
-    "foveakv.methods.vlcache": {"foveakv.engines.transformers.cache"},
-}
-"""Methods still hold the cache, its stores and kernels; views and decisions replace that."""
+UPWARDS: dict[str, set[str]] = {}
 CYCLIC: set[str] = {
     "foveakv.engines.transformers.cache",
     "foveakv.engines.transformers.handle",
     "foveakv.engines.transformers.layer",
-    "foveakv.engines.transformers.options",
     "foveakv.engines.transformers.preallocated",
-    "foveakv.methods",
-    "foveakv.methods.base",
 }
-"""Modules that are in import cycles: the cache, its layers and the base class of methods."""
+"""Modules that are in import cycles: the cache and its layers."""
 LONG_FILES: dict[str, int] = {
     "benchmarks/report.py": 406,
     "src/foveakv/analysis/eviction.py": 409,
@@ -74,7 +47,7 @@ LONG_FILES: dict[str, int] = {
     "tests/kernels/test_triton_kernel.py": 432,
     "tests/memory/test_chunks.py": 409,
     "tests/memory/test_segments.py": 499,
-    "tests/methods/test_hae.py": 489,
+    "tests/methods/test_hae.py": 488,
     "tests/methods/test_hybridkv.py": 630,
 }
 """Files over the limit, with the lines that they may have at most."""

@@ -14,13 +14,12 @@ from torch import Tensor
 
 from foveakv.analysis import passes
 from foveakv.analysis.eviction import Trace, TraceProbe, eviction, record, replay
-from foveakv.analysis.heads import HeadMaps, correlation, head_maps
+from foveakv.analysis.heads import PromptHeads, correlation, head_maps
 from foveakv.analysis.shown import shown
 from foveakv.analysis.sparsity import SparsityProbe, overlap, sparsity, would_evict
 from foveakv.analysis.viz_shown import evenly
 from foveakv.errors import InputError, MethodError, NoVisualTokensError, UnsupportedModeError
-from foveakv.methods import Method
-from foveakv.methods.base import PrefillView
+from foveakv.methods import Decision, Method, PrefillView
 from foveakv.methods.ddes import RecycleBin
 from foveakv.methods.hae import HAE
 from foveakv.methods.hybridkv import HybridKV
@@ -70,18 +69,18 @@ class Half(Method):
 
     name: ClassVar[str] = "half"
 
-    def prefill(self, view: PrefillView) -> Tensor:
-        return (view.positions % 2 == 0)[:, None]
+    def prefill(self, view: PrefillView) -> Decision:
+        return Decision(keep=(view.positions % 2 == 0)[:, None])
 
 
 # ---- heads
 
 
-def maps(scores: list[Any], static: list[Any]) -> HeadMaps:
+def maps(scores: list[Any], static: list[Any]) -> PromptHeads:
     count = len(scores)
     made = torch.tensor(scores, dtype=torch.float64)
     types = torch.tensor(static)
-    return HeadMaps(tuple("abc"[:count]), (0, 3), made, types, types.long(), (10,) * count, (4,) * count, {})
+    return PromptHeads(tuple("abc"[:count]), (0, 3), made, types, types.long(), (10,) * count, (4,) * count, {})
 
 
 def test_correlation() -> None:
@@ -139,7 +138,7 @@ def test_head_scores_are_those_of_plain_attention(
 
 def test_a_batch_is_no_prompt(model: Any) -> None:
     with pytest.raises(InputError, match="two: an analysis takes single prompts"):
-        head_maps(model, {"two": families.batch("llava").inputs})
+        head_maps(model, {"two": families.batch("llava").inputs}, HybridKV())
     with pytest.raises(InputError, match="at least one"):
         passes.check({})
 

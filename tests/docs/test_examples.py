@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import foveakv
-from foveakv import methods, models
+from foveakv import models
+from foveakv.methods import registry
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
@@ -30,15 +31,15 @@ def run(
     """Runs a script in an empty folder and returns what it prints; methods that it registers are removed afterwards."""
     monkeypatch.setattr(foveakv, "load", lambda name: demo, raising=False)
     monkeypatch.chdir(tmp_path)
-    registered = dict(methods._REGISTERED)
+    registered = dict(registry._REGISTERED)
 
     def run(script: Path) -> str:
         runpy.run_path(str(script), run_name="__main__")
         return capsys.readouterr().out
 
     yield run
-    methods._REGISTERED.clear()
-    methods._REGISTERED.update(registered)
+    registry._REGISTERED.clear()
+    registry._REGISTERED.update(registered)
 
 
 def code_of(notebook: Path) -> str:

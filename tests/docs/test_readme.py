@@ -14,8 +14,8 @@ import tiny_folder
 from typer.testing import CliRunner
 
 import foveakv
-from foveakv import methods
 from foveakv.cli import app
+from foveakv.methods import registry
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -49,12 +49,12 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def registry() -> Iterator[None]:
+def forgotten() -> Iterator[None]:
     """Methods that an example registers are forgotten again."""
-    before = dict(methods._REGISTERED)
+    before = dict(registry._REGISTERED)
     yield
-    methods._REGISTERED.clear()
-    methods._REGISTERED.update(before)
+    registry._REGISTERED.clear()
+    registry._REGISTERED.update(before)
 
 
 def run(source: str, scope: dict[str, Any]) -> None:
@@ -83,7 +83,7 @@ def test_readme_examples_with_the_embedded_model(
     assert "foveakv report: hybridkv" in capsys.readouterr().out
 
 
-def test_method_example(registry: None) -> None:
+def test_method_example(forgotten: None) -> None:
     definition, use = blocks("docs/adding-a-method.md", "python")
     assert len(definition.splitlines()) <= 40
     model, inputs = families.build("llava"), families.prompt("llava", images=3)

@@ -22,9 +22,9 @@ from foveakv.evaluation.compare import (
     kept_share,
     storage_nbytes,
 )
-from foveakv.methods import Method
-from foveakv.methods.base import PrefillView
+from foveakv.methods import Decision, Method, PrefillView
 from foveakv.methods.full import Full
+from foveakv.methods.snapkv import SnapKV
 from foveakv.util.texts import one_line, printable
 from foveakv.util.timing import StepClock
 
@@ -36,10 +36,10 @@ class Half(Method):
     fails: bool = False
     name: ClassVar[str] = "half"
 
-    def prefill(self, view: PrefillView) -> torch.Tensor:
+    def prefill(self, view: PrefillView) -> Decision:
         if self.fails:
             raise MethodError("half: asked to fail")
-        return (view.positions % 2 == 0)[:, None]
+        return Decision(keep=(view.positions % 2 == 0)[:, None])
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,7 @@ def test_one_prompt_only(model: Any) -> None:
 def test_candidates_multiply_budgets() -> None:
     made = candidates(["full", "snapkv"], [0.1, 64], {"snapkv": {"window": 8}})
     assert [item.label for item in made] == ["full", "snapkv 0.1", "snapkv 64"]
-    assert made[2].method.describe() == {"method": "snapkv", "budget": 64, "window": 8, "kernel": 5}
+    assert made[2].method.describe() == {"method": "snapkv", **vars(SnapKV(budget=64, window=8))}
     assert [item.label for item in candidates(["snapkv"], [0.1], {"snapkv": {"budget": 0.5}})] == ["snapkv"]
 
 

@@ -36,7 +36,7 @@ from foveakv.evaluation.items import Item, Turn
 from foveakv.evaluation.replay import read, record, replay
 from foveakv.evaluation.results import Result
 from foveakv.evaluation.trial import Bench, _drawn, _Prompt
-from foveakv.methods import Method
+from foveakv.methods import Method, Observes
 from foveakv.methods.hae import HAE
 from foveakv.models.loading import Loaded
 
@@ -92,8 +92,9 @@ class Scribbles(Method):
 
     name: ClassVar[str] = "scribbles"
 
-    def needs_queries(self, compressed_idx: int) -> bool:
-        return True
+    @property
+    def observes(self) -> Observes:
+        return Observes(queries="all")
 
     def prefill(self, view: Any) -> None:
         for tensor in (view.query, view.keys, view.values, view.prompt.kinds, view.prompt.index):
@@ -114,7 +115,7 @@ def test_no_method_changes_what_the_next_one_gets(family: str) -> None:
 def test_what_cannot_be_replayed_is_refused() -> None:
     model = matrix.model("llava")
     inputs = families.prompt("llava")
-    with pytest.raises(UnsupportedModeError, match="drop_hidden_states"):
+    with pytest.raises(UnsupportedModeError, match="hae changes the prefill"):
         replay(record(model, inputs), HAE(drop_hidden_states=True))
     with pytest.raises(UnsupportedModeError, match="every layer"):
         record(matrix.model("gemma3"), families.prompt("gemma3"))

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from foveakv.memory.digests import DigestDtype, Digests, digest_bytes, summarised, widened_query
+from foveakv.core.budget import digest_bytes
+from foveakv.memory.digests import DigestDtype, Digests, summarised, widened_query
 
 CHUNK = 8
 KINDS: list[DigestDtype] = ["model", "bf16", "int8"]

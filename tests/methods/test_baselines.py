@@ -14,7 +14,10 @@ from transformers import GenerationConfig
 
 import foveakv
 from foveakv import AdaKV, Random, SnapKV, Streaming, errors
+from foveakv.engines.transformers.decisions import evict
+from foveakv.engines.transformers.slots import StoredSlots
 from foveakv.memory.segments import Segments
+from foveakv.methods.streaming import StreamingState
 
 FAMILY, LAYER, WINDOW = "llava", 1, 6
 
@@ -104,7 +107,7 @@ def test_streaming_windows_are_rings(seed: int) -> None:
     segments = Segments.from_dense(
         keys, keys, torch.ones(batch, 1, prompt, dtype=torch.bool), torch.arange(prompt).expand(batch, -1)
     )
-    state: dict[str, Any] = {"size": torch.tensor(sizes), "lost": torch.zeros(batch, dtype=torch.int64)}
+    state = StreamingState(torch.tensor(sizes), torch.zeros(batch, dtype=torch.int64))
     held = [list(range(prompt)) for _ in range(batch)]
     seen = prompt
     for step in range(30):
@@ -112,10 +115,10 @@ def test_streaming_windows_are_rings(seed: int) -> None:
         fresh = torch.zeros(batch, 2, new, 1)
         segments.append(fresh, fresh, torch.arange(seen, seen + new)[None])
         seen += new
-        view: Any = SimpleNamespace(segments=segments, state=state, seen=seen)
-        leaving = Streaming(sink=sink).decode(view)
-        if leaving is not None:
-            segments.evict(leaving.slots, leaving.counts)
+        view: Any = SimpleNamespace(slots=StoredSlots(segments), state=state, seen=seen)
+        decision = Streaming(sink=sink).decode(view)
+        if decision is not None:
+            evict(segments, decision, "streaming")
         for b, size in enumerate(sizes):
             held[b] += range(seen - new, seen)
             if len(held[b]) > size:
@@ -127,7 +130,7 @@ def test_streaming_windows_are_rings(seed: int) -> None:
         if step == 15:
             index = [rng.randrange(batch) for _ in range(batch)]
             segments.select_sequences(torch.tensor(index))
-            state = {key: value[index] for key, value in state.items()}
+            state.select_sequences(torch.tensor(index))
             held, sizes = [list(held[i]) for i in index], [sizes[i] for i in index]
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from foveakv.engines.transformers.cache import check_options
+from foveakv.engines.transformers.options import CacheOptions
 from foveakv.errors import MethodError
 from foveakv.methods import checks
 from foveakv.methods.full import Full
@@ -53,7 +53,7 @@ def test_choices_and_flags():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_decode_slots": 2.5}, r"full: max_decode_slots must be a whole number, at least 1 .*; got 2\.5"),
+        ({"max_decode_slots": 2.5}, r"cache options: max_decode_slots must be a whole number, at least 1 .*; got 2\.5"),
         ({"max_decode_slots": "9"}, r"max_decode_slots .*; got '9'"),
         ({"max_decode_slots": True}, r"max_decode_slots .*; got True"),
         ({"backend": ["blocks"]}, r"no attention backend \['blocks'\]"),
@@ -62,5 +62,5 @@ def test_choices_and_flags():
 )
 def test_options_of_a_cache(options, message):
     with pytest.raises(MethodError, match=message):
-        check_options(Full(), **options)
-    check_options(Full(), "auto", 3)
+        CacheOptions(**options).check(Full())
+    CacheOptions("auto", max_decode_slots=3).check(Full())

@@ -5,11 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated import Simulation
-from test_kernels import make
 from torch import Tensor
 
 from foveakv.core.budget import Geometry, parse_budget
 from foveakv.kernels import build, cpu, cpu_scores
+from foveakv.memory.segments import Runs, Segments
 from foveakv.methods.ddes import RecycleBin
 
 needs_kernel = pytest.mark.skipif(cpu.problem() is not None, reason=f"no CPU kernel here: {cpu.problem()}")
@@ -17,6 +17,14 @@ needs_kernel = pytest.mark.skipif(cpu.problem() is not None, reason=f"no CPU ker
 
 def start(scores: list[float], heads: int = 1) -> Tensor:
     return torch.tensor(scores, dtype=torch.float32)[None, None].expand(1, heads, len(scores)).clone()
+
+
+def equal_runs(length: int) -> Runs:
+    """Two heads of one sequence, with keys and values of one dimension."""
+    blank = torch.zeros(1, 2, length, 1)
+    return Segments.from_dense(
+        blank, blank, torch.ones(1, 2, length, dtype=torch.bool), torch.arange(length)[None]
+    ).runs
 
 
 def one_hot(at: int, value: float = 1.0, width: int = 40) -> list[float]:
@@ -31,8 +39,8 @@ def test_flush_takes_the_lowest_scores_when_the_bin_is_full():
     # 6 stored: the two lowest (scores 1 and 2) leave at once
     assert run.step([0, 0, 0, 0, 0, 6]) == [1, 3]
     assert run.kept() == [0, 2, 4, 5]
-    assert run.counts["flushes"] == 1
-    assert run.counts["restored"] == 0
+    assert run.counts.flushes == 1
+    assert run.counts.restored == 0
 
 
 def test_scores_accumulate_over_steps_and_follow_the_slots():
@@ -52,7 +60,7 @@ def test_rerank_restores_what_regained_attention():
     attention = one_hot(5, 9)
     attention[1] = 7.0  # 1 comes back
     assert run.step(attention) == [2, 3]
-    assert run.counts["restored"] == 1
+    assert run.counts.restored == 1
 
 
 def test_mark_without_restore_flushes_what_was_marked():
@@ -61,7 +69,7 @@ def test_mark_without_restore_flushes_what_was_marked():
     attention = one_hot(5, 9)
     attention[1] = 7.0
     assert run.step(attention) == [1, 3]  # 1 stays marked, 3 is the then-lowest unmarked
-    assert run.counts["restored"] == 0
+    assert run.counts.restored == 0
 
 
 def test_mark_with_restore_gives_the_place_in_the_bin_to_the_lowest_unmarked():
@@ -70,7 +78,7 @@ def test_mark_with_restore_gives_the_place_in_the_bin_to_the_lowest_unmarked():
     attention = one_hot(5, 9)
     attention[1] = 7.0
     assert run.step(attention) == [2, 3]
-    assert run.counts["restored"] == 1
+    assert run.counts.restored == 1
 
 
 def test_marked_tokens_are_still_stored_and_scored():
@@ -122,7 +130,7 @@ def test_frequency_is_the_share_of_steps_among_the_most_attended():
     assert run.segments.field("age")[0, 0].tolist() == [3, 3, 3, 3, 3, 2, 1]
     # by frequency alone: 2 (2/4), 5 (1/3), 7 (1/1) were used; of the others, all equal, the oldest leave
     assert run.step(one_hot(7)) == [0, 1, 3, 4]
-    assert run.counts["flushes"] == 1
+    assert run.counts.flushes == 1
 
 
 def test_frequency_and_importance_mix_ranks():
@@ -141,7 +149,7 @@ def test_a_step_of_several_tokens_flushes_whole_bins():
     run = Simulation(RecycleBin(size=2), start([9, 8, 7, 6]), steady=4)
     assert run.step([0, 0, 0, 0, 1, 2, 3, 4, 5], new=5) == [4, 5, 6, 7]  # 9 stored, 5 over: two bins of two
     assert len(run.kept()) == 5
-    assert run.counts["flushes"] == 2
+    assert run.counts.flushes == 2
     assert run.segments.field("marked")[0, 0].tolist() == [False, False, False, False, True]
     assert run.step(one_hot(9, 9)) == [3, 8]
 
@@ -163,7 +171,7 @@ def test_beams_carry_scores_bin_and_sizes():
     run.step(one_hot(4, 9))
     index = torch.tensor([1, 1, 0])
     run.segments.select_sequences(index)
-    run.state = {k: v.index_select(0, index) if isinstance(v, Tensor) else v for k, v in run.state.items()}
+    run.state.select_sequences(index)
     assert run.segments.field("score")[:, 0, 0].tolist() == [4, 4, 3]
     run.step(one_hot(5, 9))
     assert run.kept(0) == run.kept(1) == [0, 1, 4, 5]
@@ -307,8 +315,8 @@ def test_one_pass_drops_marks_and_counts_what_separate_steps_do(
             for field in ("score", "marked")[: 1 + (size > 1)]:
                 assert torch.equal(fast.segments.field(field), plain.segments.field(field)), field
             assert fast.counts == plain.counts
-            assert torch.equal(fast.state["marked"], plain.state["marked"])
-            assert fast.cache.state == plain.cache.state
+            assert torch.equal(fast.layer.marked, plain.layer.marked)
+            assert fast.state.figures() == plain.state.figures()
     finally:
         torch.set_num_threads(before)
 
@@ -318,7 +326,7 @@ def test_one_pass_drops_marks_and_counts_what_separate_steps_do(
 def test_one_pass_over_many_slots(threads: int) -> None:
     """Long enough for more than one thread; of equals the lowest place, marked ones are passed over."""
     generator = torch.Generator().manual_seed(0)
-    runs = make(torch.tensor([[40_000, 40_000]]), torch.float32, 1, 1)
+    runs = equal_runs(40_000)
     score = torch.randint(1, 9, (runs.keys.shape[0],), generator=generator).float()
     marked = torch.rand(score.shape, generator=generator) < 0.9
     attention_sum = torch.randint(1, 9, (1, 2, 40_000), generator=generator).float()
@@ -341,7 +349,7 @@ def test_one_pass_over_many_slots(threads: int) -> None:
 @needs_kernel
 def test_one_pass_refuses_what_does_not_fit() -> None:
     assert build.KERNEL.library().foveakv_ranking_size() == cpu_scores.RANKING.size
-    runs = make(torch.tensor([[9, 9]]), torch.float32)
+    runs = equal_runs(9)
     score, attention_sum = torch.zeros(runs.keys.shape[0]), torch.zeros(1, 2, 9)
     assert cpu_scores.usable(score, attention_sum)
     assert not cpu_scores.usable(score.double(), attention_sum.double())

@@ -1,4 +1,4 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import families
@@ -33,15 +33,18 @@ def model() -> Any:
 class Watched(FastV):
     """Keeps the queries and keys that every layer's prefill saw."""
 
+    views: list[Any] = field(default_factory=list, init=False)
+
     def prefill(self, view: Any) -> Any:
-        view.cache.state.setdefault("views", []).append((view.query.clone(), view.keys.clone(), view.scaling))
+        self.views.append((view.query.clone(), view.keys.clone(), view.scaling))
         return super().prefill(view)
 
 
 @pytest.mark.parametrize(("layer", "ratio"), [(1, 0.25), (2, 0.5), (3, 1.0)])
 def test_the_last_token_of_layer_k_chooses_for_later_layers(model, inputs, layer, ratio):
-    run = matrix.compressed(model, Watched(layer=layer, ratio=ratio), inputs, max_new_tokens=2)
-    query, keys, scaling = run.cache.state["views"][layer - 1]
+    method = Watched(layer=layer, ratio=ratio)
+    run = matrix.compressed(model, method, inputs, max_new_tokens=2)
+    query, keys, scaling = method.views[layer - 1]
     ids = inputs["input_ids"][0].tolist()
     score = torch.zeros(len(ids), dtype=torch.float64)
     for i in range(4):  # query heads; two read each KV head

@@ -1,4 +1,4 @@
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import families
@@ -12,8 +12,8 @@ import foveakv
 from foveakv.engines.transformers import compat
 from foveakv.errors import BudgetError, MethodError, NoVisualTokensError, UnsupportedModeError
 from foveakv.methods.ddes import RecycleBin
-from foveakv.methods.prompt_scores import prompt_scores
 from foveakv.methods.hae import HAE, PRESETS
+from foveakv.methods.prompt_scores import prompt_scores
 
 FAMILY = "llava"
 VISUAL = torch.tensor([[False, True, True, True, True, False]])
@@ -36,15 +36,13 @@ def model() -> Any:
 
 @dataclass
 class Watched(HAE):
-    """Keeps what the layers' prefill saw."""
+    """Keeps what the layers' prefill saw, and scores of some and of all rows."""
+
+    views: list[Any] = field(default_factory=list, init=False)
 
     def prefill(self, view: Any) -> Any:
-        view.cache.state.setdefault("views", []).append(
-            (view.query.clone(), view.keys.clone(), view.prompt, view.visible, view.scaling)
-        )
-        view.state["exact"] = prompt_scores(view, "all")
-        view.state["sampled"] = prompt_scores(view, 12)
-        view.state["many"] = prompt_scores(view, 10_000)
+        scores = prompt_scores(view, 12), prompt_scores(view, 10_000)
+        self.views.append((view.query.clone(), view.keys.clone(), view.prompt, view.scaling, *scores))
         return super().prefill(view)
 
 
@@ -129,7 +127,7 @@ def naive_attention(query: Tensor, keys: Tensor, scaling: float) -> Tensor:
 def test_first_layer_decides_by_equations_1_to_3(model, inputs):
     method = Watched(relative=True, r=0.9, alpha=0.08, ddes=False, statistics=True)
     run = matrix.compressed(model, method, inputs, max_new_tokens=2)
-    query, keys, prompt, _, scaling = run.cache.state["views"][0]
+    query, keys, prompt, scaling, *_ = method.views[0]
     attention = naive_attention(query, keys, scaling)
     mean = attention.mean((1, 2))[0]  # [C, C]
     text, visual = prompt.text[0].nonzero()[:, 0], prompt.visual[0].nonzero()[:, 0]
@@ -138,7 +136,7 @@ def test_first_layer_decides_by_equations_1_to_3(model, inputs):
     total = sum(a.values())
     drop = {j for j in a if a[j] < 0.9 / len(a) * total and m[j] < 0.08}
     assert 0 < len(drop) < len(a)
-    assert run.cache.state["hae"]["evicted_visual"] == [len(drop)]
+    assert run.cache.results.figures["evicted_visual"] == [len(drop)]
     expected = [c for c in range(prompt.columns + 1) if c not in drop]
     for layer in range(4):
         for head in range(2):
@@ -149,9 +147,9 @@ def test_first_layer_decides_by_equations_1_to_3(model, inputs):
     for name, columns in (("visual", visual), ("text", text)):
         pairs = [(i, int(j)) for i in rows for j in columns if seen[i, j]]
         low = [float((attention[0, :, :, i, j] <= 1e-4).double().mean()) for i, j in pairs]
-        assert run.cache.state["hae"][f"{name}_sparsity"][0] == pytest.approx(sum(low) / len(low))
+        assert run.cache.results.figures[f"{name}_sparsity"][0] == pytest.approx(sum(low) / len(low))
     spread = torch.stack([mean[rows, j].var(correction=0) for j in visual]).mean()
-    assert run.cache.state["hae"]["visual_variance"][0] == pytest.approx(float(spread))
+    assert run.cache.results.figures["visual_variance"][0] == pytest.approx(float(spread))
 
 
 @pytest.mark.parametrize("options", [{}, {"target_visual_tokens": 7}, {"criterion": "variance"}, {"c": 3}])
@@ -180,12 +178,12 @@ def test_the_same_visual_tokens_leave_every_layer(model, inputs, options):
 def test_rows_of_a_batch_are_what_they_are_alone(model, batch, options):
     method = matrix.method("hae", **options)
     run = matrix.compressed(model, method, batch.inputs)
-    evicted = run.cache.state["hae"]["evicted_visual"]
+    evicted = run.cache.results.figures["evicted_visual"]
     assert len(set(evicted)) > 1  # ragged
     for b, single in enumerate(batch.singles):
         alone = matrix.compressed(model, method, single)
         assert alone.tokens[0, -8:].tolist() == run.tokens[b, -8:].tolist()
-        assert alone.cache.state["hae"]["evicted_visual"] == evicted[b : b + 1]
+        assert alone.cache.results.figures["evicted_visual"] == evicted[b : b + 1]
         for layer in range(4):
             held = run.session.kept(layer)[b, 0]
             assert (held[held >= 0] - batch.pads[b]).tolist() == alone.session.kept(layer)[0, 0].tolist()
@@ -197,7 +195,7 @@ def test_no_visual_tokens(model):
     with pytest.raises(NoVisualTokensError, match="ddes=True"):
         matrix.compressed(model, matrix.method("hae", ddes=False, budget=None), text)
     run = matrix.compressed(model, matrix.method("hae"), text)
-    assert run.cache.state["hae"]["evicted_visual"] == [0]
+    assert run.cache.results.figures["evicted_visual"] == [0]
     assert run.session.report.evicted > 0
     matrix.check_against_reference(model, run, text, 1e-9)
 
@@ -210,7 +208,7 @@ def test_one_row_of_a_batch_without_an_image(model, drop_hidden_states, words):
     inputs = families.encode(FAMILY, rows, torch.float64)
     method = matrix.method("hae", ddes=False, budget=None, drop_hidden_states=drop_hidden_states)
     run = matrix.compressed(model, method, inputs)
-    evicted = run.cache.state["hae"]["evicted_visual"]
+    evicted = run.cache.results.figures["evicted_visual"]
     assert evicted[0] > 0
     assert evicted[1] == 0
     matrix.check_against_reference(model, run, inputs, 1e-9)
@@ -236,7 +234,7 @@ def test_dropped_hidden_states(family):
     finally:
         for hook in hooks:
             hook.remove()
-    columns, dropped = inputs["input_ids"].shape[1], run.cache.state["hae"]["evicted_visual"][0]
+    columns, dropped = inputs["input_ids"].shape[1], run.cache.results.figures["evicted_visual"][0]
     assert dropped > 0
     assert [count for _, count in rows[: len(layers)]] == [columns] + [columns - dropped] * (len(layers) - 1)
     assert all(count == 1 for _, count in rows[len(layers) :])
@@ -260,7 +258,7 @@ def test_dropped_hidden_states_change_later_layers_only(model, inputs):
     assert same == [True, True] + [False] * (len(same) - 2)  # the second layer reads what the first has computed
     assert len(same) > 2
     assert torch.equal(shallow.session.kept(1), deep.session.kept(1))
-    assert shallow.cache.state["hae"]["evicted_visual"] == deep.cache.state["hae"]["evicted_visual"]
+    assert shallow.cache.results.figures["evicted_visual"] == deep.cache.results.figures["evicted_visual"]
     assert (shallow.logits[0][:, -1] - deep.logits[0][:, -1]).abs().max() > 1e-3
 
 
@@ -268,12 +266,13 @@ def test_dropped_hidden_states_change_later_layers_only(model, inputs):
 
 
 def test_scores_start_from_the_prompts_attention(model, inputs):
-    run = matrix.compressed(model, Watched(dap=False), inputs, max_new_tokens=1)
-    for layer, (query, keys, _, _, scaling) in zip(run.cache.compressed, run.cache.state["views"], strict=True):
+    method = Watched(dap=False)
+    run = matrix.compressed(model, method, inputs, max_new_tokens=1)
+    for layer, seen in zip(run.cache.compressed, method.views, strict=True):
+        query, keys, _, scaling, sampled, many = seen
         expected = naive_attention(query, keys, scaling).sum((2, 3))
         torch.testing.assert_close(layer.segments.field("score"), expected)
-        torch.testing.assert_close(layer.state["many"], expected)
-        sampled = layer.state["sampled"]
+        torch.testing.assert_close(many, expected)
         assert sampled.sum() == pytest.approx(float(expected.sum()))  # sampled rows stand for all rows
         assert torch.corrcoef(torch.stack([sampled[0, 0], expected[0, 0]]))[0, 1] > 0.6
 
@@ -284,9 +283,9 @@ def test_size_stays_between_l_and_l_plus_d(model, inputs, mode, budget):
     size = 5
     method = matrix.method("hae", mode=mode, budget=budget, recycle_bin_size=size)
     run = matrix.compressed(model, method, inputs, max_new_tokens=18)
-    told = run.cache.state["ddes"]
+    told = run.cache.results.figures
     prompt = inputs["input_ids"].shape[1]
-    after = prompt - run.cache.state["hae"]["evicted_visual"][0]
+    after = prompt - run.cache.results.figures["evicted_visual"][0]
     steady = {None: after, 0.5: prompt // 2, 30: 30, 100: 100}[budget]
     assert told["steady"] == [steady]
     for step, layers in enumerate(run.trace[1:]):
@@ -296,17 +295,17 @@ def test_size_stays_between_l_and_l_plus_d(model, inputs, mode, budget):
             assert attended <= after + step + 1
     assert told["peak"] == max(int((p[0, 0] >= 0).sum()) for layers in run.trace[1:] for p in layers.values())
     evicted = run.session.report.evicted
-    dap = run.cache.state["hae"]["evicted_visual"][0] * 8  # four layers of two heads
-    assert evicted == dap + run.cache.state["hae"].get("evicted_prompt", 0) + told["evicted_decode"]
+    dap = run.cache.results.figures["evicted_visual"][0] * 8  # four layers of two heads
+    assert evicted == dap + run.cache.results.figures.get("evicted_prompt", 0) + told["evicted_decode"]
     matrix.check_against_reference(model, run, inputs, 1e-9, max_new_tokens=18)
 
 
 def test_without_compress_prompt_l_is_the_prompt(model, inputs):
     method = matrix.method("hae", budget=20, compress_prompt=False, recycle_bin_size=2)
     run = matrix.compressed(model, method, inputs)
-    left = inputs["input_ids"].shape[1] - run.cache.state["hae"]["evicted_visual"][0]
-    assert run.cache.state["ddes"]["steady"] == [left]
-    assert "evicted_prompt" not in run.cache.state["hae"]
+    left = inputs["input_ids"].shape[1] - run.cache.results.figures["evicted_visual"][0]
+    assert run.cache.results.figures["steady"] == [left]
+    assert "evicted_prompt" not in run.cache.results.figures
 
 
 def test_protected_tokens_survive(model, inputs):
@@ -360,15 +359,14 @@ def test_the_same_object_twice_gives_the_same(model, inputs, batch):
     matrix.compressed(model, method, batch.inputs)
     again = matrix.compressed(model, method, inputs)
     assert torch.equal(first.tokens, again.tokens)
-    assert first.cache.state["hae"] == again.cache.state["hae"]
+    assert first.cache.results == again.cache.results
     matrix.check_storage(again)
 
 
 def test_nothing_of_the_prompts_scores_stays_behind(model, inputs):
+    """After the prompt, the state holds a few numbers per sequence, and one mark per column."""
     run = matrix.compressed(model, matrix.method("hae"), inputs)
-    assert "prompt_scores" not in run.cache.compressed[0].state
-    assert "hae_keep" not in run.cache.state
-    assert "hae_sizes" not in run.cache.state
+    assert max(matrix.storage(run.cache.state).values()) <= max(64, inputs["input_ids"].shape[1])
     matrix.check_storage(run)
 
 
@@ -398,7 +396,7 @@ def attention_lost(size: int, prompt: Tensor, steps: list[Tensor], recent: int =
     """
     run = Simulation(RecycleBin(size=size), prompt, steady=prompt.shape[-1] // 2 - less, recent=recent)
     everything = torch.ones_like(prompt, dtype=torch.bool)
-    run.segments.keep(run.rules.shrink(prompt, everything, run.state["steady"], run.state["recent"]))
+    run.segments.keep(run.rules.shrink(prompt, everything, run.layer.steady, run.layer.recent))
     lost = 0.0
     for attention in steps:
         stored = torch.zeros_like(attention, dtype=torch.bool)

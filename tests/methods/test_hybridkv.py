@@ -19,7 +19,7 @@ from foveakv.core.prompt import IMAGE, PAD, TEXT, PromptMap
 from foveakv.errors import MethodError, StoreError, UnsupportedModeError
 from foveakv.kernels import MOST_ROWS_CPU, cpu
 from foveakv.memory.segments import Segments
-from foveakv.methods.base import DecodeView, PrefillView
+from foveakv.methods import Decision, PrefillView, ReadView
 from foveakv.methods.hybridkv import HybridKV, text_prior_keep
 
 FAMILY = "qwen2_5_vl"
@@ -50,16 +50,16 @@ def batch() -> families.Batch:
 class Spy(HybridKV):
     """Notes what the method saw: dense keys of the prefill, and each step's queries."""
 
-    keys: list[Tensor] = field(default_factory=list)
-    steps: list[tuple[int, Tensor, float]] = field(default_factory=list)
+    keys: list[Tensor] = field(default_factory=list, init=False)
+    steps: list[tuple[int, Tensor, float]] = field(default_factory=list, init=False)
 
-    def prefill(self, view: PrefillView) -> Tensor | None:
+    def prefill(self, view: PrefillView) -> Decision:
         self.keys.append(view.keys)
         return super().prefill(view)
 
-    def before_attention(self, view: DecodeView) -> None:
-        super().before_attention(view)
+    def read(self, view: ReadView) -> Tensor:
         self.steps.append((view.layer_idx, view.query.clone(), view.scaling))
+        return super().read(view)
 
 
 def run(
@@ -116,7 +116,7 @@ def naive_score(probabilities: Tensor, kinds: Tensor, rows: str, ratio: float = 
 def test_scores_are_equation_3(rows: Any, ratio: float) -> None:
     inputs = batch().inputs
     _, _, session = run(HybridKV(text_rows=rows, k_ratio=ratio, max_text_rows=10_000), inputs, max_new_tokens=1)
-    got = session.cache.state["hybridkv"]["scores"]
+    got = session.cache.results.heads.scores
     kinds = session.cache.prompt.kinds
     for layer, probabilities in enumerate(attentions(inputs)):
         for b in range(len(kinds)):
@@ -126,10 +126,10 @@ def test_scores_are_equation_3(rows: Any, ratio: float) -> None:
 
 def test_heads_are_static_from_theta_upwards() -> None:
     _, _, session = run(HybridKV(**MIXED), max_new_tokens=1)
-    scores = session.cache.state["hybridkv"]["scores"][0]
+    scores = session.cache.results.heads.scores[0]
     middle = scores.flatten().sort().values[3]
     _, _, session = run(HybridKV(theta=float(middle)), max_new_tokens=1)
-    static = session.cache.state["hybridkv"]["static"][0]
+    static = session.cache.results.heads.static[0]
     assert torch.equal(static, scores >= middle)
     assert int(static.sum()) == scores.numel() - 3
 
@@ -137,8 +137,8 @@ def test_heads_are_static_from_theta_upwards() -> None:
 @pytest.mark.parametrize("quantile", [0.0, 0.25, 0.5, 1.0])
 def test_theta_quantile_is_taken_per_sequence(quantile: float) -> None:
     _, _, session = run(HybridKV(theta_quantile=quantile, budget=0.5), batch().inputs, max_new_tokens=1)
-    state = session.cache.state["hybridkv"]
-    for scores, static in zip(state["scores"], state["static"], strict=True):
+    heads = session.cache.results.heads
+    for scores, static in zip(heads.scores, heads.static, strict=True):
         threshold = scores.double().flatten().quantile(quantile)
         assert torch.equal(static, scores.double() >= threshold)
 
@@ -146,7 +146,7 @@ def test_theta_quantile_is_taken_per_sequence(quantile: float) -> None:
 def test_a_prompt_without_images_is_scored_by_all_its_text() -> None:
     inputs = families.prompt(FAMILY, images=0, text=40)
     _, _, session = run(HybridKV(max_text_rows=10_000), inputs, max_new_tokens=1)
-    got = session.cache.state["hybridkv"]["scores"]
+    got = session.cache.results.heads.scores
     for layer, probabilities in enumerate(attentions(inputs)):
         want = torch.tensor(naive_score(probabilities[0], session.cache.prompt.kinds[0], "all"))
         torch.testing.assert_close(got[0, layer], want, rtol=1e-4, atol=1e-5)
@@ -187,9 +187,9 @@ def test_text_prior_ignores_padding_on_either_side() -> None:
 
 def test_all_static_with_equal_budgets_is_uniform_text_prior_pruning() -> None:
     inputs, window = batch().inputs, 6
-    method = HybridKV(budget=0.4, classify="all_static", head_level=False, window=window)
+    method = HybridKV(budget=0.4, classify="all_static", head_level=False, window=window, window_share=1)
     session = check_reference(method, inputs)
-    kinds, budgets = session.cache.prompt.kinds, session.cache.state["hybridkv"]["budgets"]
+    kinds, budgets = session.cache.prompt.kinds, session.cache.results.heads.budgets
     group = families.HEADS // families.KV_HEADS
     for b in range(len(kinds)):
         total = math.floor(0.4 * int((kinds[b] != PAD).sum()) * budgets[b].numel() + 1e-9)
@@ -227,7 +227,7 @@ def test_static_heads_stay_as_they_are_while_decoding() -> None:
 
 def check_retrieved(method: Spy, cache: Any) -> None:
     """At every step each dynamic head attended to the chunks that a naive recomputation ranks first, and its rest."""
-    kinds, state, chunk = cache.prompt.kinds, cache.state["hybridkv"], method.chunk_size
+    kinds, heads, chunk = cache.prompt.kinds, cache.results.heads, method.chunk_size
     group, columns = families.HEADS // families.KV_HEADS, kinds.shape[1]
     steps = iter(method.steps)
     compared = 0
@@ -241,9 +241,9 @@ def check_retrieved(method: Spy, cache: Any) -> None:
                 chunks = [real[n * chunk : (n + 1) * chunk] for n in range(count)]
                 rest = real[count * chunk :]
                 for h in range(families.KV_HEADS):
-                    if state["static"][b, layer, h]:
+                    if heads.static[b, layer, h]:
                         continue
-                    slots = (int(state["budgets"][b, layer, h]) - len(rest)) // chunk
+                    slots = (int(heads.budgets[b, layer, h]) - len(rest)) // chunk
                     assert slots > 0, "the test should retrieve"
                     digests = torch.stack([keys[b, h, c].mean(0) for c in chunks])
                     wanted = torch.zeros(count)
@@ -369,9 +369,9 @@ def test_in_place_is_what_copies_give(inputs: str, store: Any, monkeypatch: pyte
         assert getattr(one, name) == getattr(two, name), name
     assert one.retrieved > 0
     assert all(torch.equal(copied[2].kept(n), read[2].kept(n)) for n in range(families.LAYERS))
-    slots = read[2].cache.state["hybridkv"]["slots"]
+    slots = read[2].cache.results.heads.slots
     for layer in read[2].cache.compressed:
-        (store,) = layer.extra_memory
+        store = layer.store
         assert bool((store.chosen_slots > 0).any())
         own = layer.segments.lengths - (GREEDY["max_new_tokens"] - 1)
         assert torch.equal(own, slots[:, layer.compressed_idx] - store.chosen_slots), "slots were reserved"
@@ -387,7 +387,7 @@ def test_in_place_with_many_query_rows() -> None:
         with torch.no_grad():
             model()(**prompt(), past_key_values=cache)
             found.append(model()(input_ids=later, past_key_values=cache).logits)
-        assert cache.compressed[0].counts["retrieved"] > 0
+        assert cache.compressed[0].counts.retrieved > 0
     assert families.HEADS // families.KV_HEADS * 30 > MOST_ROWS_CPU
     torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found[2], found[0], rtol=1e-5, atol=1e-5)
@@ -416,7 +416,7 @@ def test_a_copied_cache_reads_the_same_chunks() -> None:
         model()(**prompt(), past_key_values=cache)
         model()(input_ids=torch.tensor([[11]]), past_key_values=cache)
         other = copy.deepcopy(cache)
-        assert other.compressed[0].extra_memory[0].stored is cache.compressed[0].extra_memory[0].stored
+        assert other.compressed[0].store.stored is cache.compressed[0].store.stored
         model()(input_ids=torch.tensor([[30]]), past_key_values=other)
         one, two = (model()(input_ids=torch.tensor([[12]]), past_key_values=c).logits for c in (cache, other))
     assert cache.seen == other.seen - 1
@@ -429,7 +429,7 @@ def test_double_precision_copies_chunks() -> None:
     with foveakv.compress(double, HybridKV(**MIXED)) as session:
         double.generate(**inputs, **GREEDY)
     assert session.report.retrieved > 0
-    assert not any(store.in_place for layer in session.cache.compressed for store in layer.extra_memory)
+    assert not any(layer.store.in_place for layer in session.cache.compressed if layer.store is not None)
 
 
 # ---- budgets and accounting
@@ -449,14 +449,14 @@ def test_budgets_are_never_exceeded(budget: Any, options: dict[str, Any]) -> Non
         except foveakv.errors.BudgetError:
             assert budget == "4KB"  # not even one token per head
             continue
-        cache, state = session.cache, session.cache.state["hybridkv"]
-        assert bool((state["slots"] <= state["budgets"]).all())
-        assert bool((state["budgets"].sum((1, 2)) <= state["total"]).all())
+        cache, heads = session.cache, session.cache.results.heads
+        assert bool((heads.slots <= heads.budgets).all())
+        assert bool((heads.budgets.sum((1, 2)) <= cache.state.total).all())
         for layer in cache.compressed:
             held = layer.segments.lengths - 1  # one decoded token
-            for store in layer.extra_memory:
-                held += store.chosen_slots
-            assert torch.equal(held, state["slots"][:, layer.compressed_idx])
+            if layer.store is not None:
+                held += layer.store.chosen_slots
+            assert torch.equal(held, heads.slots[:, layer.compressed_idx])
             assert layer.stored_slots == int((held + 1).sum())
 
 
@@ -465,11 +465,11 @@ def test_the_rest_of_rounding_down_goes_to_static_heads() -> None:
         run(HybridKV(budget=0.35, theta_quantile=0.4, window=4, spend_rest=spend), prompt(), max_new_tokens=2)[2]
         for spend in (False, True)
     )
-    left, spent = (session.cache.state["hybridkv"] for session in (left, spent))
-    static = left["static"]
-    assert torch.equal(spent["static"], static)
-    assert torch.equal(spent["budgets"][~static], left["budgets"][~static])
-    assert int(left["budgets"].sum()) < int(spent["budgets"].sum()) == int(spent["total"])
+    total = spent.cache.state.total
+    left, spent = (session.cache.results.heads for session in (left, spent))
+    assert torch.equal(spent.static, left.static)
+    assert torch.equal(spent.budgets[~left.static], left.budgets[~left.static])
+    assert int(left.budgets.sum()) < int(spent.budgets.sum()) == int(total)
 
 
 def test_one_decode_step_with_a_budget_smaller_than_a_chunk_keeps_the_newest() -> None:
@@ -479,16 +479,16 @@ def test_one_decode_step_with_a_budget_smaller_than_a_chunk_keeps_the_newest() -
     assert session.report.retrieved == 0
     for layer in range(families.LAYERS):
         kept = session.trace[1][layer]
-        assert bool((kept[0, :, : int(session.cache.state["hybridkv"]["slots"][0, layer, 0])] >= columns - 5).all())
+        assert bool((kept[0, :, : int(session.cache.results.heads.slots[0, layer, 0])] >= columns - 5).all())
 
 
 def test_slots_are_evicted_or_kept_or_stored() -> None:
     for inputs in (prompt(), batch().inputs):
         _, _, session = run(HybridKV(**MIXED, count_digests=False), inputs)
         for layer, report in zip(session.cache.compressed, session.report.layers, strict=True):
-            stored = sum(memory.extra_slots for memory in layer.extra_memory)
+            stored = 0 if layer.store is None else layer.store.extra_slots
             assert report.evicted + report.stored_slots + stored == report.full_slots
-            static = session.cache.state["hybridkv"]["static"][:, layer.compressed_idx]
+            static = session.cache.results.heads.static[:, layer.compressed_idx]
             if not bool(static.any()):
                 assert report.evicted == 0
             assert (report.retrieved > 0) == (not bool(static.all()))
@@ -507,11 +507,11 @@ def test_reported_bytes_are_those_of_the_tensors(store: Any) -> None:
 def test_the_device_holds_less_than_a_full_cache() -> None:
     inputs = families.prompt(FAMILY, images=8, text=60)
     _, _, session = run(HybridKV(budget=0.1, classify="all_dynamic", window=8), inputs)
-    report, state = session.report, session.cache.state["hybridkv"]
+    report = session.report
     heads = families.LAYERS * families.KV_HEADS
-    assert state["digest_bytes"] == heads * (session.cache.prompt_columns // 8) * 16 * 4
+    assert report.details["digest_bytes"] == heads * (session.cache.prompt_columns // 8) * 16 * 4
     # What is read in place counts where a copy would have been.
-    in_place = sum(int(layer.extra_memory[0].chosen_slots.sum()) for layer in session.cache.compressed)
+    in_place = sum(int(layer.store.chosen_slots.sum()) for layer in session.cache.compressed)
     assert report.host_bytes == (heads * (session.cache.prompt_columns // 8 * 8) - in_place) * 32 * 4
     assert report.stored_bytes < 0.4 * report.full_bytes
     # Layers shrink one after the other, so even the peak stays below the whole.
@@ -609,9 +609,9 @@ def test_digests_are_paid_from_the_budget(classify: str, digest_dtype: str) -> N
         _, _, session = run(HybridKV(**options, digest_dtype=digest_dtype), prompt(), max_new_tokens=1)
         cache = session.cache
         heads, context = cache.geometry.heads, int(cache.geometry.contexts[0])
-        digests = cache.state["hybridkv"]["digest_bytes"] / (2 * 16 * 4)  # in slots
-        used[counted] = int(cache.state["hybridkv"]["slots"].sum()) + digests
-        assert int(cache.state["hybridkv"]["total"]) <= 0.5 * context * heads
+        digests = cache.results.figures["digest_bytes"] / (2 * 16 * 4)  # in slots
+        used[counted] = int(cache.results.heads.slots.sum()) + digests
+        assert int(cache.state.total) <= 0.5 * context * heads
     assert used[True] <= 0.5 * context * heads
     assert used[True] <= used[False]
 

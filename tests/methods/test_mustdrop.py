@@ -81,7 +81,7 @@ def test_by_hand(setting: Any, portion: float, decode_stage: bool) -> None:
     )
     for layer, kept in enumerate(want):
         assert run.cache.kept(layer)[0].tolist() == [sorted(kept)] * families.KV_HEADS
-    assert method.summary(run.cache) == {"kept_visual": [len(second)]}
+    assert run.cache.results.figures == {"kept_visual": [len(second)]}
 
 
 def test_the_individual_test_alone_keeps_a_token(setting: Any) -> None:
@@ -91,7 +91,7 @@ def test_the_individual_test_alone_keeps_a_token(setting: Any) -> None:
     first, second = by_hand(attention, pictures, columns, 1.0, alpha, 0.0)
     assert sum(map(len, pictures)) > len(first) >= len(second) > 0
     run = matrix.compressed(model, MustDrop(STAGES, r=1.0, alpha=alpha, protect=0.0), inputs, max_new_tokens=1)
-    assert run.cache.method.summary(run.cache) == {"kept_visual": [len(second)]}
+    assert run.cache.results.figures == {"kept_visual": [len(second)]}
 
 
 @pytest.mark.parametrize(("target", "portion"), [(7, 0.0), (0.25, 0.1), (3, 0.5), (0, 0.08)])
@@ -117,7 +117,7 @@ def test_target_visual_tokens(setting: Any, target: float, portion: float) -> No
 def test_layers_that_the_model_has_not_are_passed_over(setting: Any) -> None:
     model, inputs, _, _ = setting
     run = matrix.compressed(model, MustDrop("2,6,10,14", target_visual_tokens=5), inputs, max_new_tokens=1)
-    assert run.cache.method.summary(run.cache) == {"kept_visual": [5]}
+    assert run.cache.results.figures == {"kept_visual": [5]}
     with pytest.raises(MethodError, match="compresses 4; name one of 0 to 3"):
         matrix.compressed(model, MustDrop((4, 9)), inputs, max_new_tokens=1)
     with pytest.raises(NoVisualTokensError, match="mustdrop"):

@@ -16,17 +16,17 @@ from foveakv.cli import app
 from foveakv.errors import MethodError
 from foveakv.evaluation.compare import candidates
 from foveakv.evaluation.plan import Plan
-from foveakv.methods import plugins
+from foveakv.methods import plugins, registry
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
-def registry() -> Iterator[None]:
+def forgotten() -> Iterator[None]:
     """Methods and files are forgotten again."""
-    before, files = dict(methods._REGISTERED), dict(plugins._FILES)
+    before, files = dict(registry._REGISTERED), dict(plugins._FILES)
     yield
-    for kept, was in ((methods._REGISTERED, before), (plugins._FILES, files)):
+    for kept, was in ((registry._REGISTERED, before), (plugins._FILES, files)):
         kept.clear()
         kept.update(was)
 
@@ -104,7 +104,7 @@ def test_results_of_a_file_that_was_changed_do_not_stay(keynorm: Path) -> None:
     assert Plan.of(["cards-1"], candidates(["keynorm", "snapkv"], [0.5]), 1).conflicts(old) == []
     keynorm.write_text(keynorm.read_text() + "\n# better\n")
     plugins._FILES.clear()
-    methods._REGISTERED.clear()
+    registry._REGISTERED.clear()
     plugins.load_file(keynorm)
     found = Plan.of(["cards-1"], candidates(["keynorm", "snapkv"], [0.5]), 1).conflicts(old)
     assert found == ["'keynorm 0.5' depends on a file that has changed: its own, or one that its settings name"]

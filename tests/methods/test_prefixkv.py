@@ -48,7 +48,7 @@ def test_by_binary_search(setting: tuple[Any, dict[str, Any], Tensor], budget: f
     assert len(set(want)) > 1, "the layers of this model do not differ"
 
     run = matrix.compressed(model, PrefixKV(budget=budget, sink=0, recent=0), inputs, max_new_tokens=1)
-    told = run.cache.method.summary(run.cache)
+    told = run.cache.results.figures
     assert told["tokens"] == [want]
     assert abs(told["share"][0] - low) < 0.05
     for layer, size in enumerate(want):

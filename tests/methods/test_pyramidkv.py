@@ -40,10 +40,10 @@ def test_lines_hold_their_total_and_fall() -> None:
 
 
 def test_layers_of_a_model() -> None:
-    """36 columns, budget 18, window 6: 12 beyond the window in the mean, 24, 16, 8 and 0 by layer."""
+    """36 columns, budget 18, window 6, kept whole: 12 beyond it in the mean, 24, 16, 8 and 0 by layer."""
     model, inputs = matrix.model("llama", torch.float64), families.prompt("llama", images=0, text=36)
     columns = inputs["input_ids"].shape[1]
-    run = matrix.compressed(model, PyramidKV(budget=18, window=6), inputs, max_new_tokens=1)
+    run = matrix.compressed(model, PyramidKV(budget=18, window=6, window_share=1), inputs, max_new_tokens=1)
     held = matrix.positions_held(run)
     assert [positions.shape[-1] for positions in held] == [30, 22, 14, 6]
     for positions in held:
@@ -58,7 +58,7 @@ def test_the_budget_is_true(budget: Any) -> None:
         with foveakv.compress(model, matrix.method(name, budget=budget)) as session:
             model.generate(**batch.inputs, max_new_tokens=1)
             cache = session.cache
-        allowed = cache.method.budget_tokens(cache, budget) * families.LAYERS * families.KV_HEADS
+        allowed = cache.request.budget_tokens(budget) * families.LAYERS * families.KV_HEADS
         stored = sum(layer.segments.lengths.sum(-1) for layer in cache.compressed)
         assert torch.equal(stored, allowed), name  # not one slot more, and none wasted
         assert bool((stored <= cache.full_prompt.lengths * families.LAYERS * families.KV_HEADS).all())

@@ -15,6 +15,7 @@ import foveakv
 from foveakv import Quest
 from foveakv.memory.chunks import ChunkStore
 from foveakv.memory.digests import summarised, widened_query
+from foveakv.methods import ReadView
 
 PAGE = 4
 
@@ -75,13 +76,13 @@ def test_choice_by_hand(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> 
     with torch.no_grad():
         plain = model(**inputs, use_cache=True).past_key_values
     queries: dict[tuple[int, int], Tensor] = {}
-    original = Quest.before_attention
+    original = Quest.read
 
-    def watch(self: Quest, view: Any) -> None:
+    def watch(self: Quest, view: ReadView) -> Tensor:
         queries[view.layer_idx, view.seen] = view.query[0, :, 0]
-        original(self, view)
+        return original(self, view)
 
-    monkeypatch.setattr(Quest, "before_attention", watch)
+    monkeypatch.setattr(Quest, "read", watch)
     run = matrix.compressed(model, Quest(budget=16, page_size=PAGE, full_layers=1), inputs, max_new_tokens=4)
     rest = columns % PAGE
     pages = (16 - rest) // PAGE
@@ -103,7 +104,7 @@ def test_steps_stay_within_the_budget(budget: Any) -> None:
     """In every layer that chooses, wherever a page fits beside the incomplete one; decoded tokens come on top."""
     model, batch = matrix.model("llava"), families.batch("llava")
     run = matrix.compressed(model, Quest(budget=budget, page_size=PAGE, full_layers=1), batch.inputs)
-    allowed = run.cache.method.budget_tokens(run.cache, budget)
+    allowed = run.cache.request.budget_tokens(budget)
     lengths = run.cache.full_prompt.lengths
     assert bool((allowed - lengths % PAGE >= PAGE).all())
     for step, trace in enumerate(run.trace[1:], 1):
@@ -133,11 +134,11 @@ def test_all_bytes_count_on_the_device(dtype: torch.dtype) -> None:
     assert report.host_bytes == 0
     assert report.retrieved > 0
     assert report.stored_bytes > report.full_bytes
-    layers = [layer for layer in run.cache.compressed if "store" in layer.state]
+    layers = [layer for layer in run.cache.compressed if layer.store is not None]
     assert len(layers) == families.LAYERS - 1
     pages = inputs["input_ids"].shape[1] // PAGE
     for layer in layers:
-        store = layer.state["store"]
+        store = layer.store
         held = store.stored.numel() // (store.stored.shape[1] // PAGE)
         assert held == pages * PAGE * families.KV_HEADS
         assert store.device_nbytes >= 2 * store.stored.nbytes + store.digest_nbytes
@@ -152,7 +153,7 @@ def test_a_budget_for_everything_stores_no_pages() -> None:
     model, inputs = matrix.model("llava"), families.prompt("llava")
     with foveakv.compress(model, Quest(budget=1.0)) as session:
         model.generate(**inputs, max_new_tokens=2)
-        assert not any(layer.extra_memory for layer in session.cache.compressed)
+        assert not any(layer.store for layer in session.cache.compressed)
         assert session.report.retrieved == 0
 
 

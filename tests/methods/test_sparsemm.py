@@ -58,7 +58,7 @@ def test_heads_of_a_model() -> None:
     assert len(got.unique()) > 2
     for layer, budgets in enumerate(want.tolist()):
         for head, budget in enumerate(budgets):
-            snap = foveakv.SnapKV(budget=budget, window=6)
+            snap = foveakv.SnapKV(budget=budget, window=6, window_share=1)
             other = matrix.compressed(model, snap, inputs, max_new_tokens=1)
             ours, theirs = run.cache.kept(layer)[0, head], other.cache.kept(layer)[0, head]
             assert ours[ours >= 0].tolist() == theirs[theirs >= 0].tolist()

@@ -55,7 +55,7 @@ def test_by_hand(setting: tuple[Any, dict[str, Any], list[Tensor]], threshold: f
         sizes[i] += 1
 
     run = matrix.compressed(model, VLCache(budget=0.3, threshold=threshold, recent=recent), inputs, max_new_tokens=1)
-    told = run.cache.method.summary(run.cache)
+    told = run.cache.results.figures
     assert told["tokens"] == [sizes]
     assert torch.allclose(1 - torch.tensor(told["sparsity"][0]), torch.tensor(density), atol=1e-5)
     if threshold == 0.4:

@@ -151,7 +151,7 @@ def test_fetched_chunks_become_codes(kind: str, classify: str) -> None:
     if classify == "all_dynamic":
         for layer in run.cache.compressed:
             assert layer.segments.codes is not None
-            assert layer.state["store"].stored.dtype == torch.float64
+            assert layer.store.stored.dtype == torch.float64
 
 
 @pytest.mark.parametrize("kind", KINDS)
