@@ -15,7 +15,8 @@ import torch
 from benchmarks.gpu_common import Bench, OutOfTimeError, measure
 from foveakv import kernels
 from foveakv.kernels import reference
-from foveakv.memory.segments import Runs, slack
+from foveakv.memory.layout import slack
+from foveakv.memory.runs import Runs
 
 KV_HEADS, DIM = 4, 128  # Qwen2.5-VL-7B
 SCALING = DIM**-0.5

@@ -1,4 +1,4 @@
-"""Attention over the slots of the segments and over chosen pages of a store, read where they lie.
+"""Attention over the slots of the segments and over chosen pages of a store, read in place.
 
 Only the CPU kernel reads pages (`reads_pages`). Two cases that it does not cover take a copy of the chosen pages, with
 any backend, and are merged by log-sum-exp: a mask that hides part of the pages, and so many query rows at once that
@@ -14,7 +14,7 @@ from foveakv.errors import MethodError
 from foveakv.kernels import attend, choose, cpu
 from foveakv.kernels.contract import Attended
 from foveakv.memory.pages import Pages
-from foveakv.memory.segments import Runs
+from foveakv.memory.runs import Runs
 
 
 def reads_pages(runs: Runs, stored: Tensor, backend: str) -> bool:
@@ -47,7 +47,7 @@ def attend_with_pages(
     MethodError: `need_attention_sum` together with a page_mask, or what `attend` raises. ValueError: shapes.
     """
     if not query.is_cpu:
-        raise MethodError("pages are read where they lie on a CPU only; bring them into the segments on a device")
+        raise MethodError("pages are read in place on a CPU only; copy them into the segments on a device")
     many = backend == "auto" and choose(query, runs, need_attention_sum=need_attention_sum) != "cpu"
     if page_mask is None and not many:
         return cpu.attend_with_chunks(

@@ -4,7 +4,7 @@ Notation: S stored heads (sequence, KV head pairs whose complete chunks were mov
 of all stored heads, P chunks of the longest one; n rows, i.e. runs of the segments that choose among their chunks; K
 chosen chunks of the row that has most.
 
-A row's chosen chunks are copied into slots of the segments (`fetch`), or attention reads them where they lie (`pick`).
+A row's chosen chunks are copied into slots of the segments (`fetch`), or attention reads them in place (`pick`).
 Chunks never change and are never copied again. Beams and other reorderings only change which stored head a row reads.
 """
 
@@ -55,8 +55,8 @@ class ChunkStore:
             real: bool [B, C]. A chunk is T real tokens in column order; what is left over stays with the caller.
             positions: LongTensor [B, C].
             heads: bool [B, H], the heads to store.
-            place: where keys and values lie: "host" (pinned when the keys are on CUDA), "device", or "disk" (a file in
-                `directory` that has no name, so that it goes with the process whatever happens).
+            place: where keys and values are stored: "host" (pinned when the keys are on CUDA), "device", or "disk" (a
+                file in `directory` without a name, which the system removes with the process).
             digest_dtype: how digests are stored, see `foveakv.memory.digests`.
             summary: what a digest is, the "mean" of a chunk's keys or the "bounds" of their channels.
         StoreError: the file cannot be written.
@@ -164,12 +164,12 @@ class ChunkStore:
 
     @property
     def extra_slots(self) -> int:
-        """Prompt slots that lie here and are not chosen: what can be attended to but is not resident."""
+        """Prompt slots stored here that are not chosen: what can be retrieved but is not resident."""
         return self._outside
 
     @property
     def stored(self) -> Tensor:
-        """Keys of all chunks [N, T * D], where they lie."""
+        """Keys of all chunks [N, T * D], not copied."""
         return self._keys
 
     @property
@@ -181,7 +181,7 @@ class ChunkStore:
         return every.view(self.batch, self.kv_heads)
 
     def chosen_positions(self) -> Tensor | None:
-        """Positions of the tokens here that the present step attends to: int64 [B, H, K * T], -1 behind the last.
+        """Positions of the tokens here that the present step attends to: int64 [B, H, K * T], -1 after the last.
 
         None where nothing is read in place: what is chosen then has slots in the segments.
         """
@@ -202,7 +202,7 @@ class ChunkStore:
     def reserve(self, segments: Segments, chunks: Tensor, *, in_place: bool = False) -> None:
         """Gives head (b, h) chunks[b, h] chosen chunks, at first its newest; entries of other heads are ignored.
 
-        They get slots behind what the runs hold; with `in_place` only those of heads whose chunks all fit, since the
+        They get slots at the end of the runs; with `in_place` only those of heads whose chunks all fit, since the
         others are read from here. A head whose chunks all fit has no choice to make from then on. One without a chosen
         chunk can never get any: its chunks no longer count as stored.
         """
