@@ -159,7 +159,7 @@ def test_dequantized_keys_have_the_same_levels(case: tuple[str, Tensor, Tensor])
     quantizer = of(kind, keys, values)
     rows = quantizer.quantize_keys(flat(keys))
     decoded = every_run(quantizer, rows)
-    fine = (quantizer.key_scale > quantizer.key_zero.abs() * 2**-18)[:, None]  # float32 can tell its quantizer apart
+    fine = (quantizer.key_scale > quantizer.key_zero.abs() * 2**-18)[:, None]  # float32 distinguishes its levels
     again = every_run(quantizer, quantizer.quantize_keys(decoded))
     assert torch.equal(again.where(fine, 0), decoded.where(fine, 0))
 

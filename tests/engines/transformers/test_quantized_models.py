@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 
 KINDS = ["int8", "int4"]
 FAMILIES = ["qwen2_5_vl", "llava", "gemma3"]
-# These drop or bring back after the prompt: which of its tokens had exact copies does not follow from the trace.
+# These drop or bring back after the prompt: which of its tokens had full-precision copies does not follow from the trace.
 DROPS_LATER = ["hybridkv", "mustdrop", "prefixkv", "quest", "vlcache"]
 TOLERANCE = 1e-5  # decoded numbers are float32, whatever the model computes in
 
@@ -206,7 +206,7 @@ def test_a_row_of_a_batch_is_as_alone(name: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["snapkv", "hae", "h2o", "hybridkv"])
 def test_second_turn(name: str, kind: str) -> None:
-    """New words with a new picture, several tokens in one pass; padding between the turns of the shorter row."""
+    """New words with a new image, several tokens in one pass; padding between the turns of the shorter row."""
     family, window = "llava", 0 if name in DROPS_LATER else 9
     model = matrix.model(family, torch.float64)
     rows = [families.row(family, images=2), families.row(family, images=1, seed=1)]
@@ -293,7 +293,7 @@ def test_the_oldest_decoded_tokens_go_first() -> None:
 
 @pytest.mark.parametrize("window", [0, 4, 32])
 def test_cropped_drafts_leave_nothing_behind(window: int) -> None:
-    """Tokens that were taken back and given again are the same bytes in the same ring."""
+    """Tokens that were taken back and given again are the same bytes in the same window."""
     model, inputs = matrix.model("llama"), families.prompt("llama")
     caches = [
         foveakv.cache_for(model, matrix.method("snapkv"), kv_dtype="int8", residual_length=window) for _ in range(2)
