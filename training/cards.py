@@ -83,7 +83,7 @@ def mark(cells: np.ndarray, value: int, top: float, left: float, bottom: float, 
 
 
 def warped(rng: np.random.Generator, glyph: np.ndarray) -> np.ndarray:
-    """Imitate another handwriting: the glyph (uint8 [20, 20]) turned, slanted, stretched and bent, its strokes thicker or thinner."""
+    """Imitate other handwriting: a glyph (uint8 [20, 20]) turned, slanted, stretched, bent, thicker or thinner."""
     size = 80  # warped enlarged, so that thin strokes survive
     y, x = np.mgrid[-1 : 1 : size * 1j, -1 : 1 : size * 1j]
     angle, slant = rng.normal(0, 0.12), rng.normal(0, 0.12)
