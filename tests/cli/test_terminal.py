@@ -328,11 +328,11 @@ def test_tune_reports_some_failed_prompts(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("args", "message"), [
-    (["--methods", "full"], "takes no budget to tune"),
-    (["--methods", "fastv"], "takes no budget to tune"),
+    (["--methods", "full"], "there is nothing to tune"),
+    (["--methods", "fastv"], "there is nothing to tune"),
     (["--methods", "snapkv", "--max-loss", "0"], "max_loss is a share"),
     (["--methods", "snapkv", "--max-loss", "nan"], "max_loss is a share"),
-    (["--methods", "snapkv", "--budgets", "0.5,64"], "must all be shares"),
+    (["--methods", "snapkv", "--budgets", "0.5,64"], "must be of one kind"),
 ])  # fmt: skip
 def test_tune_checks_its_methods_before_the_model_is_loaded(
     folder: Path, args: list[str], message: str, monkeypatch: pytest.MonkeyPatch

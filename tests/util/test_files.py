@@ -153,11 +153,16 @@ def test_two_outputs_in_one_file(tmp_path: Path) -> None:
 def test_an_error_leaves_the_older_file_alone(tmp_path: Path) -> None:
     path = tmp_path / "out.png"
     path.write_text("precious")
-    with pytest.raises(OutputError, match=r"out\.png: No space left"), replacing(path) as temporary:
-        assert temporary.suffix == ".png"
-        temporary.write_text("half")
-        raise OSError(28, "No space left on device")
-    with pytest.raises(KeyboardInterrupt), replacing(path):
-        raise KeyboardInterrupt
+
+    def stop(error: BaseException) -> None:
+        with replacing(path) as temporary:
+            assert temporary.suffix == ".png"
+            temporary.write_text("half")
+            raise error
+
+    with pytest.raises(OutputError, match=r"out\.png: No space left"):
+        stop(OSError(28, "No space left on device"))
+    with pytest.raises(KeyboardInterrupt):
+        stop(KeyboardInterrupt())
     assert path.read_text() == "precious"
     assert names(tmp_path) == ["out.png"]
