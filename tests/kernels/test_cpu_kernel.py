@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import platform
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -308,6 +310,21 @@ def quick_compiler(tmp_path: Path) -> str:
     )
     script.chmod(0o755)
     return str(script)
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
+@pytest.mark.parametrize("kind", list(build.INSTRUCTIONS))
+def test_it_compiles_without_warnings(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all instruction sets of this architecture, whatever this processor has."""
+    if kind != "portable" and platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip(f"{kind} is not for {platform.machine()}")
+    monkeypatch.delenv("CXX", raising=False)
+    include = Path(torch.__file__).parent / "include"
+    command = [*build._compiler(), *build._flags(kind), "-Wall", "-Wextra", "-Werror", "-isystem", str(include)]
+    done = subprocess.run(
+        [*command, "-c", str(build.SOURCE), "-o", str(tmp_path / "kernel.o")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @needs_kernel

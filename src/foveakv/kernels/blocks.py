@@ -5,14 +5,14 @@ The query heads that share a KV head are packed as rows, so that every key is re
 Uniform runs are dense views: one call. Ragged runs on a CPU: one call per run, in place; on several threads a run is
 cut into equal strips, because a call spreads its batch over the threads and a single run would leave all but one idle.
 (Copying runs together into one padded batch costs several times what reading them in place does.) Ragged runs on
-other devices, where a launch per run is what costs: the flat buffer is seen as a regular grid of tiles; tiles that
-lie inside one run are read in place, in one batched call, and the ends of the runs, which share a tile with a
-neighbour or with slack, are gathered into a second one. Pieces of a run are merged by their log-sum-exp.
+other devices, where each launch is expensive: see `tiles.py`. Pieces of a run are merged by their log-sum-exp.
 
 In shapes: n = G * q packed query rows, T = slots of a piece, P = pieces.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -38,8 +38,13 @@ def attend(
     need_lse: bool = False,
     other_lse: Tensor | None = None,
 ) -> Attended:
-    """See `foveakv.kernels.attend` for shapes."""
-    if runs.quantizer is not None:  # decoded run by run
+    """See `foveakv.kernels.attend` for shapes.
+
+    Where query, keys and values differ in dtype, the stored ones are widened in every call, into copies of the buffers.
+    """
+    if runs.quantizer is None and not query.dtype == runs.keys.dtype == runs.values.dtype:
+        return _attend_widened(query, runs, scaling, mask, need_attention_sum, need_lse, other_lse)
+    if runs.quantizer is not None:  # dequantized run by run
         found = attend_strips(query.to(precision(query)), runs, scaling, mask, need_attention_sum, need_lse, other_lse)
         return found._replace(out=found.out.to(query.dtype))
     if query.device.type != "cpu":
@@ -56,6 +61,19 @@ def attend(
     return (attend_whole if whole else attend_strips)(
         query, runs, scaling, mask, need_attention_sum, need_lse, other_lse
     )
+
+
+def _attend_widened(
+    query: Tensor, runs: Runs, scaling: float, mask: Tensor | None, need_attention_sum: bool, need_lse: bool,
+    other_lse: Tensor | None,
+) -> Attended:  # fmt: skip
+    """`attend` for tensors of different dtypes: PyTorch's attention takes one."""
+    wide = torch.promote_types(torch.promote_types(query.dtype, runs.keys.dtype), runs.values.dtype)
+    runs = replace(runs, keys=runs.keys.to(wide), values=runs.values.to(wide))
+    out, attention_sum, lse = attend(query.to(wide), runs, scaling, mask, need_attention_sum, need_lse, other_lse)
+    dtype = precision(query)
+    attention_sum, lse = (None if found is None else found.to(dtype) for found in (attention_sum, lse))
+    return Attended(out.to(query.dtype), attention_sum, lse)
 
 
 def attend_whole(

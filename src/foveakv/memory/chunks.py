@@ -51,7 +51,7 @@ class ChunkStore:
         """Copies the complete chunks of some heads.
 
         Args:
-            keys: [B, H, C, D], after RoPE. values: [B, H, C, Dv].
+            keys: [B, H, C, D], after RoPE. values: [B, H, C, Dv]. Both are stored in the wider of their dtypes.
             real: bool [B, C]. A chunk is T real tokens in column order; what is left over stays with the caller.
             positions: LongTensor [B, C].
             heads: bool [B, H], the heads to store.
@@ -72,7 +72,7 @@ class ChunkStore:
         order = real_first(real.to(self.device))
         stored = list(zip(sequence.tolist(), head.tolist(), count.tolist(), strict=True))
         exact = self._write_chunks(keys, values, order, stored, directory)
-        self._digests = Digests(exact, count, digest_dtype, keys.dtype)
+        self._digests = Digests(exact, count, digest_dtype, self._keys.dtype)
         with torch.inference_mode(False):  # later steps may run outside of inference_mode and write here
             longest = int(count.max()) if len(count) else 0
             columns = order[:, : longest * chunk]
@@ -111,10 +111,11 @@ class ChunkStore:
         parts = []
         for source in (keys, values):
             width = source.shape[-1]
-            writer = ChunkWriter(self.place, total, chunk * width, source, directory)
+            like = source.new_empty(0, dtype=torch.promote_types(keys.dtype, values.dtype))
+            writer = ChunkWriter(self.place, total, chunk * width, like, directory)
             for row, (b, h, count) in enumerate(stored):
                 tokens = source[b, h].index_select(0, order[b, : count * chunk])  # a copy, so it is contiguous
-                writer.write(tokens.view(count, chunk * width))
+                writer.write(tokens.view(count, chunk * width).to(like.dtype))
                 if source is keys:
                     chunks = tokens.view(count, chunk, width).to(exact)
                     digests[row, :, :count] = summarised(chunks, self.summary).mT
@@ -256,7 +257,8 @@ class ChunkStore:
                 scores = scores.masked_fill_(beyond[:, None], -torch.inf)
             top = scores.log_softmax(-1).amax(1)
             best = top if best is None else torch.maximum(best, top)
-        assert best is not None  # split yields at least one part
+        if best is None:
+            raise ValueError("relevance needs at least one query")
         return best
 
     def _choose(self, query: Tensor, scaling: float) -> tuple[Tensor, Tensor | None]:

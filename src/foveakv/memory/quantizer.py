@@ -186,8 +186,8 @@ class Quantizer:
         # A little more than the range, so that rounding to float16 never gives less.
         scale = (numbers.amax(-1, keepdim=True) - zero).mul_((1 + 2**-10) / self.levels).add_(2**-24).to(torch.float16)
         packed = self._pack((numbers - zero).div_(scale))
-        tail = torch.cat((scale, zero), -1).view(torch.uint8)
-        return torch.cat((packed, tail), -1)
+        # As bytes: under autocast `cat` refuses dtypes that are not the one it casts to.
+        return torch.cat((packed, scale.view(torch.uint8), zero.view(torch.uint8)), -1)
 
     def _pack(self, steps: Tensor) -> Tensor:
         """Distances from the zero in steps [..., D] (overwritten) -> packed levels."""

@@ -112,10 +112,12 @@ class Segments(StoredSlots):
             else:
                 rows = source.reshape(-1, source.shape[-1])
                 index = run * columns + column
-            if quantizer is None:
+            if quantizer is not None:
+                quantizer.store(buffer, rows, target, index, run if buffer is self._keys else None)
+            elif rows.dtype == buffer.dtype:
                 take(buffer, rows, target, index)
             else:
-                quantizer.store(buffer, rows, target, index, run if buffer is self._keys else None)
+                buffer.index_copy_(0, target, rows.index_select(0, index).to(buffer.dtype))
         self._positions.index_copy_(0, target, positions.to(self._device)[sequence, column].to(torch.int32))
         if self._quantized is not None and self._quantized.window is not None:
             self.add_field(RESIDUAL, dtype=torch.int16, fill=-1)
