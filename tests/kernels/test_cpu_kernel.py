@@ -313,9 +313,15 @@ def quick_compiler(tmp_path: Path) -> str:
 
 
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
-@pytest.mark.parametrize("kind", list(build.INSTRUCTIONS))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind == build.instructions() else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in build.INSTRUCTIONS
+    ],
+)
 def test_it_compiles_without_warnings(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For all instruction sets of this architecture, whatever this processor has."""
+    """For this processor's instruction set, and as a slow test for the others of its architecture."""
     if kind != "portable" and platform.machine() not in ("x86_64", "AMD64"):
         pytest.skip(f"{kind} is not for {platform.machine()}")
     monkeypatch.delenv("CXX", raising=False)
