@@ -1,6 +1,6 @@
-"""`python -m benchmarks run NAME` measures and writes results/NAME.json; `report` and `readme` write pages from these.
+"""`python -m benchmarks run NAME` measures and writes results/NAME.json; `report` and `readme` write pages from them.
 
-`--quick` runs in seconds on tiny sizes: it shows that a benchmark works and says nothing about speed.
+`--quick` runs in seconds on tiny sizes: it checks that a benchmark works and is not a measurement.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ app.add_typer(run, name="run")
 
 Contexts = Annotated[list[int] | None, typer.Option("--context", help="Prompt tokens; repeat for several.")]
 Budgets = Annotated[list[float] | None, typer.Option("--budget", help="Share of the prompt; repeat for several.")]
-Methods = Annotated[list[str] | None, typer.Option("--method", help="Repeat for several; default: the core ones.")]
+Methods = Annotated[list[str] | None, typer.Option("--method", help="Repeat for several; default: the main ones.")]
 Geometry = Annotated[str, typer.Option(help="qwen2.5-vl-7b, qwen2.5-vl-3b, llava-1.5 or demo.")]
 Dtype = Annotated[str, typer.Option(help="fp32 or bf16.")]
 Backend = Annotated[str, typer.Option(help="Decode kernel, see foveakv.kernels.BACKENDS.")]
@@ -31,8 +31,10 @@ Repeats = Annotated[int | None, typer.Option(help="Rounds in which every side ru
 Seed = Annotated[int, typer.Option()]
 Label = Annotated[str, typer.Option(help="Result file NAME-LABEL.json, for a second run with other settings.")]
 Out = Annotated[Path, typer.Option(help="Folder of the result file.")]
-Quick = Annotated[bool, typer.Option("--quick", help="Tiny sizes, seconds; no measurement.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Keep the rows that the result file has, measure the others.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Tiny sizes, takes seconds; not a measurement.")]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Keep the rows of the result file and measure the missing ones.")
+]
 
 
 def _measure(
@@ -63,7 +65,7 @@ def decode_attention(
     quick: Quick = False,
     resume: Resume = False,
 ) -> None:
-    """Attention and cache update per layer and token, beside the time to read the same bytes once."""
+    """Attention and cache update per layer and token, and the time to read the same bytes once."""
     settings = {
         "geometry": geometry,
         "contexts": context or ([256] if quick else [2048, 8192, 32768, 131072]),
@@ -86,7 +88,7 @@ def generate(
     method: Methods = None,
     layers: Annotated[int, typer.Option(help="Layers of a random-weight slice.")] = 2,
     tokens: Annotated[int | None, typer.Option(help="New tokens.")] = None,
-    block: Annotated[int, typer.Option(help="Tokens that a side makes before the next one's turn.")] = 16,
+    block: Annotated[int, typer.Option(help="Tokens that a side generates per turn.")] = 16,
     batch: Annotated[int, typer.Option(help="Sequences; more than 1 with filled prompts only.")] = 1,
     prompt: Annotated[str, typer.Option(help="read, fill, or auto: read up to 8,192 tokens.")] = "auto",
     backend: Backend = "auto",
@@ -97,7 +99,7 @@ def generate(
     quick: Quick = False,
     resume: Resume = False,
 ) -> None:
-    """Whole models: time to the first token and per token, against three full paths."""
+    """Whole models: time to first token and per token, compared with three full caches."""
     if prompt not in ("auto", "read", "fill"):
         raise typer.BadParameter(f"--prompt is read, fill or auto, not {prompt}")
     if batch > 1 and prompt != "fill":
@@ -157,8 +159,8 @@ def prefill(
     context: Contexts = None,
     budget: Annotated[float, typer.Option(help="Share of the prompt.")] = 0.1,
     method: Methods = None,
-    layers: Annotated[int, typer.Option(help="Layers of the slice in the part `overhead`; 1 is enough there.")] = 2,
-    drop_layers: Annotated[int, typer.Option(help="Layers in the part `drop`; 0 leaves it out.")] = 4,
+    layers: Annotated[int, typer.Option(help="Layers of the slice in the part `overhead`; 1 is enough.")] = 2,
+    drop_layers: Annotated[int, typer.Option(help="Layers in the part `drop`; 0 skips it.")] = 4,
     repeats: Repeats = None,
     dtype: Dtype = "fp32",
     seed: Seed = common.SEED,
@@ -167,7 +169,7 @@ def prefill(
     quick: Quick = False,
     resume: Resume = False,
 ) -> None:
-    """What methods add to a prefill, and what drop_hidden_states takes away."""
+    """What methods add to a prefill, and how much drop_hidden_states shortens it."""
     settings = {
         "geometry": geometry or ("tiny" if quick else "qwen2.5-vl-7b"),
         "contexts": context or ([256] if quick else [2048, 8192]),
@@ -250,7 +252,7 @@ def kvpress(
     quick: Quick = False,
     resume: Resume = False,
 ) -> None:
-    """Against kvpress in its own environment (make it with benchmarks/peers/install.sh)."""
+    """Comparison with kvpress in its own environment (created by benchmarks/peers/install.sh)."""
     settings = {
         "sizes": "tiny" if quick else "qwen2.5-7b-text",
         "contexts": context or ([256] if quick else [2048, 8192]),
@@ -279,7 +281,7 @@ def scale(
     quick: Quick = False,
     resume: Resume = False,
 ) -> None:
-    """How the cost of a step grows with context and batch."""
+    """How the cost of a step grows with context and batch size."""
     settings = {
         "geometry": geometry,
         "contexts": context or ([128, 256] if quick else [2048, 4096, 8192, 16384, 32768, 65536]),
@@ -299,13 +301,13 @@ def scale(
 @app.command()
 def report(
     results: Annotated[Path, typer.Option(help="Folder of the result files.")] = common.RESULTS,
-    out: Annotated[Path, typer.Option(help="The page; its plots go to a folder of its name beside it.")] = Path(
+    out: Annotated[Path, typer.Option(help="The page; its plots go to a folder of the same name.")] = Path(
         __file__
     ).parent.parent
     / "docs"
     / "performance.md",
 ) -> None:
-    """Writes docs/performance.md and its plots from the result files alone."""
+    """Write docs/performance.md and its plots from the result files."""
     from benchmarks.report import write
 
     write(results, out)
@@ -314,7 +316,7 @@ def report(
 
 @app.command()
 def readme() -> None:
-    """Writes the README's tables from the result files."""
+    """Write the README's tables from the result files."""
     from benchmarks.readme import update
 
     update()

@@ -1,4 +1,4 @@
-"""What the project set out to reach, checked against result rows. Reasons for misses stand in reasons.md."""
+"""The project's performance aims, checked against result rows. reasons.md explains the missed ones."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 Row = dict[str, Any]
-Found = tuple[float, str] | None  # the figure and what it belongs to; None = not measured
+Found = tuple[float, str] | None  # the figure and its label; None = not measured
 
 
 @dataclass(frozen=True)
 class Aim:
-    """`name` is the heading in reasons.md; `find` gets all rows of the benchmark."""
+    """One aim. `name` is its heading in reasons.md; `find` receives all rows of the benchmark."""
 
     name: str
     benchmark: str
@@ -23,7 +23,7 @@ class Aim:
     find: Callable[[list[Row]], Found]
 
     def check(self, rows: list[Row]) -> tuple[float, str, bool] | None:
-        """The figure, what it belongs to, and whether it reaches the target; None where nothing was measured."""
+        """Return the figure, its label, and whether it reaches the target; None if nothing was measured."""
         found = self.find(rows)
         if found is None:
             return None
@@ -44,7 +44,7 @@ def _where(rows: Iterable[Row], **fields: Any) -> list[Row]:
 
 
 def _field(name: str, **fields: Any) -> Callable[[list[Row]], Found]:
-    """That field of the one row with these fields."""
+    """Take a field of the row that has the given fields."""
 
     def find(rows: list[Row]) -> Found:
         found = [row for row in _where(rows, **fields) if row.get(name) is not None]
@@ -54,7 +54,7 @@ def _field(name: str, **fields: Any) -> Callable[[list[Row]], Found]:
 
 
 def _worst(name: str, **fields: Any) -> Callable[[list[Row]], Found]:
-    """The highest value of that field, and whose it is."""
+    """Take the highest value of a field, and the method that has it."""
 
     def find(rows: list[Row]) -> Found:
         found = [row for row in _where(rows, **fields) if row.get(name) is not None]
@@ -67,7 +67,7 @@ def _worst(name: str, **fields: Any) -> Callable[[list[Row]], Found]:
 
 
 def _lesser(name: str, other: str, **fields: Any) -> Callable[[list[Row]], Found]:
-    """The lesser of two fields of the one row with these fields."""
+    """Take the lower of two fields of the row that has the given fields."""
 
     def find(rows: list[Row]) -> Found:
         found = _where(rows, **fields)
@@ -79,17 +79,17 @@ def _lesser(name: str, other: str, **fields: Any) -> Callable[[list[Row]], Found
 PEERS = {"snapkv": "SnapKVPress", "adakv": "AdaKVPress(SnapKVPress)", "h2o": "ObservedAttentionPress"}
 
 
-def _beside_kvpress(value: Callable[[Row], float]) -> Callable[[list[Row]], Found]:
-    """The lowest of theirs over ours, over methods and contexts that both sides have."""
+def _against_kvpress(value: Callable[[Row], float]) -> Callable[[list[Row]], Found]:
+    """Take the lowest ratio kvpress / FoveaKV over all methods and contexts that both sides have."""
 
     def find(rows: list[Row]) -> Found:
         ratios = []
         for method, press in PEERS.items():
-            for ours in _where(rows, side="foveakv", method=method):
-                same = {"context": ours["context"], "budget": ours["budget"]}
+            for own in _where(rows, side="foveakv", method=method):
+                same = {"context": own["context"], "budget": own["budget"]}
                 ratios += [
-                    (value(theirs) / value(ours), f"lowest: {method} at {ours['context']:,}")
-                    for theirs in _where(rows, side="kvpress", method=press, **same)
+                    (value(peer) / value(own), f"lowest: {method} at {own['context']:,}")
+                    for peer in _where(rows, side="kvpress", method=press, **same)
                 ]
         return min(ratios) if ratios else None
 
@@ -97,7 +97,7 @@ def _beside_kvpress(value: Callable[[Row], float]) -> Callable[[list[Row]], Foun
 
 
 def _per_token(model: str, method: str) -> Callable[[list[Row]], Found]:
-    """The lesser of the speed-ups by median and by mean, which has HAE's flushes in it."""
+    """Take the lower of the speed-ups by median and by mean; the mean includes HAE's flushes."""
 
     def find(rows: list[Row]) -> Found:
         found = _where(rows, model=model, asked=32768, budget=0.1, method=method, batch=1)
@@ -184,7 +184,7 @@ AIMS: list[Aim] = [
     Aim(
         "memory-peak",
         "memory",
-        "peak during prefill over (one full layer + what stays), every method at 10%",
+        "peak during prefill over (one full layer + stored bytes), every method at 10%",
         1.15,
         "x",
         False,
@@ -202,19 +202,19 @@ AIMS: list[Aim] = [
     Aim(
         "kvpress-time",
         "kvpress",
-        "kvpress' time per token over ours, same method, context and budget",
+        "kvpress' time per token over FoveaKV's, same method, context and budget",
         1.0,
         "x",
         True,
-        _beside_kvpress(lambda row: row["token_ms"]["median"]),
+        _against_kvpress(lambda row: row["token_ms"]["median"]),
     ),
     Aim(
         "kvpress-bytes",
         "kvpress",
-        "kvpress' stored bytes over ours, same method, context and budget",
+        "kvpress' stored bytes over FoveaKV's, same method, context and budget",
         1.0,
         "x",
         True,
-        _beside_kvpress(lambda row: row["stored_bytes"]),
+        _against_kvpress(lambda row: row["stored_bytes"]),
     ),
 ]

@@ -1,7 +1,8 @@
-"""What it costs to append decoded tokens to a long cache, without attention.
+"""Measure appending decoded tokens to a long cache, without attention.
 
-DynamicCache copies everything for every token, StaticCache writes into a preallocated block, our segments write into
-slack and grow geometrically, so a rare append copies. `ms` is one append, `worst` shows the copies, `total_ms` has all.
+DynamicCache copies the whole cache for every token, StaticCache writes into a preallocated buffer. FoveaKV's segments
+write into free room and grow geometrically, so a few appends copy. `ms` is one append, its highest value shows the
+copies, and `total_ms` is the sum of all appends.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ def run(recorder: Recorder) -> None:
         tensors = peaked(shape, context, settings["seed"], dtype=dtype)
         tokens = Tokens(shape, settings["seed"] + 1, dtype=dtype)
         count = settings["tokens"]
-        sides: dict[str, _Theirs | _Ours] = {
-            "DynamicCache": _Theirs(shape.config(1), tensors, None),
-            "StaticCache": _Theirs(shape.config(1), tensors, context + count + BLOCK),
+        sides: dict[str, _Transformers | _FoveaKV] = {
+            "DynamicCache": _Transformers(shape.config(1), tensors, None),
+            "StaticCache": _Transformers(shape.config(1), tensors, context + count + BLOCK),
         }
         for name, method in at_budget(settings["budget"], context, names=("full", "snapkv")).items():
             recorder.method(f"{name} at {context}", method)
             driver = Driver(shape, method, context, question=QUESTION)
             driver.prefill(tensors)
-            sides[name] = _Ours(driver)
+            sides[name] = _FoveaKV(driver)
         del tensors
         seconds: dict[str, list[float]] = {name: [] for name in sides}
         for start in range(0, count, BLOCK):
@@ -60,7 +61,7 @@ def run(recorder: Recorder) -> None:
         )
 
 
-class _Theirs:
+class _Transformers:
     def __init__(self, config: Any, tensors: Any, room: int | None) -> None:
         from transformers import DynamicCache, StaticCache
 
@@ -71,7 +72,7 @@ class _Theirs:
         self.cache.update(key, value, 0)
 
 
-class _Ours:
+class _FoveaKV:
     def __init__(self, driver: Driver) -> None:
         self.cache = driver.cache
 

@@ -1,4 +1,4 @@
-"""What every benchmark shares: timing in turns, the machine's description, result files that grow row by row."""
+"""Shared by all benchmarks: timing in turns, the machine's description, result files that are written row by row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEED = 0
 
 
 def in_turns(sides: dict[str, Callable[[], Any]], repeats: int, warmup: int = 1) -> dict[str, list[float]]:
-    """Seconds of each side, run one after the other `repeats` times, so that a busy moment hits all of them."""
+    """Seconds of each side, run one after the other `repeats` times, so that noise affects all of them equally."""
     for _ in range(warmup):
         for run in sides.values():
             run()
@@ -67,7 +67,7 @@ def machine(seed: int | None = SEED) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """The commit of this repository, with a + where tracked files differ from it; None outside of one."""
+    """Return the commit of this repository, with a + if tracked files differ from it; None outside of a repository."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
         commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
@@ -78,10 +78,10 @@ def _commit() -> str | None:
 
 
 class Recorder:
-    """One result file, written anew after every finished group of rows.
+    """A result file, rewritten after every finished group of rows.
 
-    A group is what was measured together, in turns: its rows share the fields `by` (e.g. context and budget) and the
-    load at that time. With `resume`, groups that the file already has are not measured again.
+    A group is a set of sides that were measured together, in turns: its rows share the fields `by` (e.g. context and
+    budget) and the load at that time. With `resume`, groups that are already in the file are not measured again.
     """
 
     def __init__(
@@ -112,13 +112,13 @@ class Recorder:
         self._save()
 
     def _take(self, before: dict[str, Any]) -> None:
-        """Goes on with an earlier file; its rows keep the commit and the load that they were measured with."""
+        """Continue an earlier file. Its rows keep the commit and the load that they were measured with."""
         differing = [key for key in self.content["settings"] if before["settings"].get(key) != self.settings[key]]
         if differing or before["quick"] != self.content["quick"]:
             what = ", ".join(differing) or "quick"
             raise SystemExit(
-                f"{self.path} was made with other settings ({what}). Use the same ones, another --label, or leave "
-                "--resume out to start anew."
+                f"{self.path} was measured with other settings ({what}). Use the same settings or another --label, or "
+                "leave out --resume to start over."
             )
         self.content["rows"], self.content["methods"] = before["rows"], before["methods"]
         self.content["resumed"] = [*before.get("resumed", []), before["machine"]]
@@ -132,15 +132,15 @@ class Recorder:
         return self.content["rows"]
 
     def has(self, **group: Any) -> bool:
-        """Whether the group's rows are there already."""
+        """Whether the file already has the rows of this group."""
         return any(all(row[key] == value for key, value in group.items()) for row in self.rows)
 
     def method(self, label: str, method: Method) -> None:
-        """Notes the settings behind a row's label."""
+        """Record the settings of a method under a row's label."""
         self.content["methods"][label] = method.describe()
 
     def add(self, rows: Iterable[dict[str, Any]]) -> None:
-        """A finished group."""
+        """Add the rows of a finished group and write the file."""
         when = {
             "load": os.getloadavg()[0],
             "at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -166,7 +166,7 @@ class Recorder:
 
 
 def write(name: str, made_by: str, rows: list[dict[str, Any]], settings: dict[str, Any]) -> Path:
-    """A whole result file at once, for benchmarks that run in one go elsewhere."""
+    """Write a complete result file, for benchmarks that run outside of this command."""
     recorder = Recorder(name, (), settings)
     recorder.content["command"] = made_by
     recorder.add(rows)

@@ -1,8 +1,8 @@
 """Attention plus cache update per layer and token, against transformers' default path and a packed full cache.
 
-For every side the same run also times a plain parallel sum over the buffers that a step reads. Their ratio says how
-near the step comes to reading each stored byte once (`read_share`), whatever the machine's memory does that day.
-HAE evicts once in 64 steps, which medians hide: 70 repeats have such a step, and `..._by_means` counts it.
+For every side the same run also times a parallel sum over the buffers that a step reads. Their ratio (`read_share`)
+shows how close the step comes to reading each stored byte once, independently of the machine's memory bandwidth.
+HAE evicts once in 64 steps, which medians leave out: 70 repeats include such a step, and `..._by_means` counts it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from benchmarks.methods import at_budget
 
 BY = ("geometry", "dtype", "backend", "context", "budget", "method")
 WARM_UP = 2
-SCORED_ROWS = 64  # prompt queries that HAE and H2O score: 128k x 128k is not what this benchmark is about
+SCORED_ROWS = 64  # prompt queries that HAE and H2O score: this benchmark does not measure a 128k x 128k prefill
 
 
 def run(recorder: Recorder) -> None:
-    """Fills the recorder with one group of rows per context and budget."""
+    """Measure one group of rows per context and budget."""
     settings = recorder.settings
     for context in settings["contexts"]:
         for budget in settings["budgets"]:
@@ -78,7 +78,7 @@ def _group(recorder: Recorder, group: dict[str, Any]) -> list[dict[str, Any]]:
         sides[name] = Stepper(driver.step, tokens)
         holders[name] = driver
     del tensors
-    # A side's read is timed right after its step, so that both find the caches of the processor alike.
+    # A side's read is timed right after its step, so that both start with the same processor caches.
     timed: dict[str, Any] = {}
     for name, step in sides.items():
         timed[name] = step

@@ -1,4 +1,4 @@
-"""Models to time: slices of Qwen2.5-VL's text decoder with random weights, and long prompts for the embedded model."""
+"""Models for the benchmarks: slices of Qwen2.5-VL with random weights, long prompts for the embedded model."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def qwen(geometry: str, layers: int, dtype: torch.dtype = torch.float32) -> Any:
     )
     with torch.device("meta"):
         made = Qwen2_5_VLForConditionalGeneration(config)
-    # Random numbers straight into place: seconds instead of minutes for half a billion parameters.
+    # Filled in place: seconds instead of minutes for half a billion parameters.
     made = made.to(dtype).to_empty(device="cpu")
     generator = seeded(0)
     for name, parameter in made.named_parameters():
@@ -118,7 +118,7 @@ def qwen_inputs(tokens: int, dtype: torch.dtype = torch.float32) -> dict[str, An
 def card_inputs(processor: Any, model: Any, tokens: int) -> dict[str, Any]:
     """A prompt for the embedded model with as many cards as fit `tokens` tokens, and the question about one of them.
 
-    The sample cards repeat after 48, under names of their own.
+    The sample cards repeat after 48, under new names.
     """
     from PIL import Image
 
@@ -127,12 +127,12 @@ def card_inputs(processor: Any, model: Any, tokens: int) -> dict[str, Any]:
 
     kinds = json.loads((FOLDER / "samples.json").read_text(encoding="utf8"))
     cards = [card for group in zip(*kinds.values(), strict=False) for card in group]
-    pictures = [Image.open(FOLDER / card["file"]).convert("RGB") for card in cards]
+    images = [Image.open(FOLDER / card["file"]).convert("RGB") for card in cards]
 
     def build(count: int) -> dict[str, Any]:
         names = [f"{cards[i % len(cards)]['name']}{i // len(cards) or ''}" for i in range(count)]
         text = "".join(f"{name}'s card: <image>\n" for name in names) + f"{names[count // 3]}'s card: "
-        return build_inputs(processor, text, [pictures[i % len(cards)] for i in range(count)], model=model)
+        return build_inputs(processor, text, [images[i % len(cards)] for i in range(count)], model=model)
 
     small, large = (build(count)["input_ids"].shape[1] for count in (1, 13))
     per_card = (large - small) / 12
@@ -145,7 +145,7 @@ def card_inputs(processor: Any, model: Any, tokens: int) -> dict[str, Any]:
 
 
 def visual_tokens(model: Any, inputs: dict[str, Any]) -> int:
-    """How many placeholders of a prompt stand for picture patches."""
+    """Number of visual tokens in a prompt."""
     image = getattr(model.config, "image_token_id", None)
     if image is None:
         image = model.config.image_token_index

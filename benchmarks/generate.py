@@ -1,13 +1,13 @@
-"""Whole models: time to the first token and per output token, full caches and compressed ones in turns.
+"""Whole models: time to the first token and per output token, full and compressed caches in turns.
 
-Every side holds its own cache of the same prompt; then the sides take turns of `block` tokens until each has made
-`tokens`. The prompt comes into the caches in one of two ways. "read": the model's own forward pass, which gives the
-time to the first token. "filled": random keys and values go through the code that such a pass runs for every layer
-(`update` and `end_prefill` of our layers, `update` of DynamicCache and StaticCache), because a pass over 32k tokens
-takes minutes on a small machine; there is no time to the first token then, and decoding is the same as after reading.
+Every side holds its own cache of the same prompt; then the sides take turns of `block` tokens until each has generated
+`tokens`. The prompt gets into the caches in one of two ways. "read": the model's own forward pass, which gives the time
+to the first token. "filled": random keys and values go through the code that a forward pass runs for every layer
+(`update` and `end_prefill` of FoveaKV's layers, `update` of DynamicCache and StaticCache), because a pass over 32k
+tokens takes minutes on a small machine. There is no time to the first token then; decoding is the same.
 
-The full paths are transformers' default (DynamicCache, sdpa), its StaticCache, and our method `full` (all tokens,
-packed query groups). Speed-ups count against the fastest of the three.
+The full caches are transformers' default (DynamicCache, sdpa), its StaticCache, and FoveaKV's method `full` (all
+tokens, packed query groups). Speed-ups are relative to the fastest of the three.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from foveakv.methods import Method
 
 BY = ("model", "context", "method")
 FULL_PATHS = ("transformers default", "StaticCache", "full")
-WARM_UP = 2  # tokens of each side that do not count
-READ_UP_TO = 8192  # tokens; longer prompts are filled in
+WARM_UP = 2  # tokens of each side that are not counted
+READ_UP_TO = 8192  # tokens; longer prompts are filled
 
 
 def run(recorder: Recorder) -> None:
-    """One group of rows per model and context."""
+    """Measure one group of rows per model and context."""
     settings = recorder.settings
     for name in settings["models"]:
         model = processor = None
@@ -78,9 +78,9 @@ def _group(recorder: Recorder, name: str, model: Any, processor: Any, context: i
         settings["budget"], length, prefill_rows="all" if read else 64, names=settings["methods"]
     ).items():
         recorder.method(f"{label} {settings['budget']:g} at {name} {context}", method)
-        sides.append(Ours(label, model, method, settings["backend"]))
+        sides.append(Compressed(label, model, method, settings["backend"]))
     if inputs is not None:
-        sides[0].read(inputs)  # a first pass pays for things that later ones find done
+        sides[0].read(inputs)  # the first pass includes one-time work
         sides[0].forget()
         for side in sides:
             side.read(inputs)
@@ -133,7 +133,7 @@ def _rows(
 
 
 class Side:
-    """One cache of the prompt, and the model that goes on with it."""
+    """One cache of the prompt, and the model that decodes with it."""
 
     def __init__(self, name: str, model: Any) -> None:
         self.name, self.model = name, model
@@ -141,12 +141,12 @@ class Side:
         self.cache: Any = None
         self.first: float | None = None  # seconds to the first token
         self.seconds: list[float] = []
-        self.made: list[list[int]] = []  # the ids of each step
+        self.made: list[list[int]] = []  # ids of each step
         self.position = 0
         self.token: Tensor = torch.empty(0)
 
     def read(self, inputs: dict[str, Any]) -> None:
-        """The prompt through the model's forward pass."""
+        """Read the prompt in the model's forward pass."""
         start = time.perf_counter()
         output = self._forward(**inputs, logits_to_keep=1)
         self.token = output.logits[:, -1:].argmax(-1)
@@ -157,13 +157,13 @@ class Side:
         self.cache, self.first = None, None
 
     def fill(self, tensors: tuple[Tensor, Tensor, Tensor]) -> None:
-        """A prompt of random keys and values."""
+        """Fill the cache with random keys and values."""
         self._fill(*tensors)
         self.position = tensors[1].shape[2]
         self.token = torch.full((len(tensors[1]), 1), 10)
 
     def steps(self, count: int) -> None:
-        """So many tokens, greedily."""
+        """Generate `count` tokens greedily."""
         multimodal_rope = hasattr(self.model.model, "rope_deltas")
         for _ in range(count):
             positions = torch.full((len(self.token), 1), self.position)
@@ -192,7 +192,7 @@ class Side:
 
 
 class Plain(Side):
-    """One of transformers' caches, and the model as it is."""
+    """One of transformers' caches and the plain model."""
 
     def __init__(self, name: str, model: Any, make: Any) -> None:
         super().__init__(name, model)
@@ -209,8 +209,8 @@ class Plain(Side):
             self.cache.update(keys, values, index)
 
 
-class Ours(Side):
-    """A compressed cache. The model is attached only while it runs, so that other sides find it as it is."""
+class Compressed(Side):
+    """A compressed cache. The model is attached only while this side runs, so that other sides see the plain model."""
 
     def __init__(self, name: str, model: Any, method: Method, backend: str) -> None:
         super().__init__(name, model)
@@ -247,7 +247,7 @@ class Ours(Side):
 
 
 def _random_tensors(model: Any, length: int, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, keys and values as one layer of this model makes them; all layers get the same."""
+    """Query, keys and values in the shape of one layer of this model; all layers get the same."""
     from benchmarks.layers import Shape, peaked
 
     config = compat.text_config_of(model)
@@ -263,5 +263,5 @@ def _static(config: Any, room: int) -> Any:
 
 
 def text_ids(batch: int, length: int) -> Tensor:
-    """Random ids of plain text tokens for the slices: LongTensor [batch, length]."""
+    """Random ids of text tokens for the slices: int64 [batch, length]."""
     return torch.randint(10, 900, (batch, length), generator=seeded(1))

@@ -1,18 +1,17 @@
-"""Everything to check and to measure on a CUDA machine, in one run of a few minutes and without a download.
+"""Check and measure everything on a CUDA machine, in one run of a few minutes, without a download.
 
     PYTHONPATH=src python -m benchmarks.gpu --deadline 420          # writes benchmarks/results/gpu/<device>.json
     PYTHONPATH=src python -m benchmarks.gpu --smoke                 # on a CPU: the same code, toy sizes, interpreter
-    PYTHONPATH=src python -m benchmarks.gpu --dry-run               # only says what would run
+    PYTHONPATH=src python -m benchmarks.gpu --dry-run               # only prints what would run
 
 Sections: `correctness` of the triton and blocks backends against float64; `graph`, a decode call captured and
 replayed; `decode`, attention time per layer and token against full-cache attention; `generation`, a random-weight
-Qwen2.5-VL with images end to end; `tune`, the kernel's launch settings. Each has a share of the deadline. What fails
-or runs out of time is recorded, and what was measured before stays: the file is written after every section.
+Qwen2.5-VL with images end to end; `tune`, the kernel's launch settings. Each has a share of the deadline.
+Failures and timeouts are recorded, and earlier measurements are kept: the file is written after every section.
 
-Times are those of the device, by CUDA events around the call, with caches flushed before it (between two steps of a
-real model every layer's keys leave the L2 cache); `host_us` is what a call costs the processor that launches it, which
-is the larger number for short contexts unless calls are captured in a graph. Medians of `--repeats` calls, the sides
-of a comparison in turns.
+Times are device times, from CUDA events around the call, with caches flushed before it (between two steps of a real
+model every layer's keys leave the L2 cache). `host_us` is the time that a call takes on the host, which is larger for
+short contexts unless calls are captured in a graph. Medians of `--repeats` calls, the sides of a comparison in turns.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ if TYPE_CHECKING:
     from benchmarks.gpu_common import Bench, Section
 
 RESULTS = Path(__file__).parent / "results" / "gpu"
-# Sections in order, with their shares of the deadline; what one leaves unused goes to the later ones.
+# Sections in order, with their shares of the deadline; time that one leaves unused goes to the later ones.
 SHARES = {"correctness": 0.2, "graph": 0.08, "decode": 0.35, "generation": 0.25, "tune": 0.12}
 
 
 def _section(name: str) -> Section:
-    """Imported when it is needed: the smoke run sets the environment first."""
+    """Import a section when it is needed: the smoke run sets the environment first."""
     if name == "generation":
         from benchmarks import gpu_generation
 
@@ -46,7 +45,7 @@ def _section(name: str) -> Section:
 
 
 def _run_section(name: str, bench: Bench) -> Iterator[dict[str, Any]]:
-    """A generator, so that a section that cannot even be imported fails alone."""
+    """Run a section as a generator, so that an import error fails this section only."""
     yield from _section(name)(bench)
 
 
@@ -54,10 +53,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--deadline", type=float, default=420, help="seconds for everything (default 420)")
     parser.add_argument("--repeats", type=int, default=30, help="timed calls of every side (default 30)")
-    parser.add_argument("--section", action="append", choices=list(SHARES), help="only this one; repeat for several")
+    parser.add_argument(
+        "--section", action="append", choices=list(SHARES), help="run only this section; repeat for several"
+    )
     parser.add_argument("--out", type=Path, help="the JSON file (default benchmarks/results/gpu/<device>.json)")
     parser.add_argument("--smoke", action="store_true", help="toy sizes on the CPU, triton in its interpreter")
-    parser.add_argument("--dry-run", action="store_true", help="say what would run and stop")
+    parser.add_argument("--dry-run", action="store_true", help="print what would run and stop")
     options = parser.parse_args(arguments)
     if options.deadline <= 0 or options.repeats < 1:
         parser.error("--deadline and --repeats must be positive")
@@ -97,7 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _wrong(row: dict[str, Any]) -> bool:
-    """Whether a row shows a fault: another result than the truth or the uncaptured call, other tokens in float32."""
+    """Whether a row shows a fault: a result unlike the reference or the uncaptured call, or other tokens."""
     exact = row.get("method") == "full" and row.get("dtype") == "float32"
     wrong_tokens = exact and not row.get("tokens_equal", False)
     return (

@@ -15,7 +15,8 @@ import torch
 from benchmarks.gpu_common import Bench, OutOfTimeError, measure
 from foveakv import kernels
 from foveakv.kernels import reference
-from foveakv.memory.segments import Runs, slack
+from foveakv.memory.layout import slack
+from foveakv.memory.runs import Runs
 
 KV_HEADS, DIM = 4, 128  # Qwen2.5-VL-7B
 SCALING = DIM**-0.5
@@ -27,7 +28,7 @@ TOLERANCE = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 1e-2}
 
 
 def make_runs(lengths: Any, dtype: Any, device: str, dim: int = DIM, poison: bool = False) -> Any:
-    """Runs of lengths [B, H] with room behind each, and NaN in that room if `poison`."""
+    """Make runs of lengths [B, H] with free room after each, and NaN in that room if `poison`."""
     batch, heads = lengths.shape
     length = lengths.reshape(-1).to(torch.int64)
     uniform = int(length.min()) == int(length.max())
@@ -49,7 +50,7 @@ def make_runs(lengths: Any, dtype: Any, device: str, dim: int = DIM, poison: boo
 
 
 def ragged(batch: int, mean: int) -> Any:
-    """Lengths [B, KV_HEADS] of the given mean, the factors of RAGGED in another order for every sequence."""
+    """Lengths [B, KV_HEADS] with the given mean: the factors of RAGGED, in another order for every sequence."""
     return torch.tensor([[max(1, int(mean * RAGGED[(b + h) % 4])) for h in range(KV_HEADS)] for b in range(batch)])
 
 
@@ -84,7 +85,7 @@ def correctness(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def _cases(bench: Bench) -> Iterator[tuple[str, int, str, int, float | None]]:
-    """dtype, head dim, kind of runs, new tokens, share of slots that a mask allows. The likeliest first."""
+    """dtype, head dim, kind of runs, new tokens, share of slots that a mask allows. The most likely first."""
     if bench.smoke:
         yield from (("float32", 16, "ragged", 1, share) for share in (None, 0.5))
         return
@@ -170,7 +171,7 @@ def decode(bench: Bench) -> Iterator[dict[str, Any]]:
 
 
 def _full_sides(bench: Bench, query: Any, context: int) -> tuple[dict[str, Callable[[], Any]], dict[str, int]]:
-    """Full-cache attention: as transformers calls it, packed, with flash kernels where there are any, and our own."""
+    """Full-cache attention: as transformers calls it, packed, with flash kernels if available, and FoveaKV's own."""
     from torch.nn import functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from transformers.integrations.sdpa_attention import sdpa_attention_forward

@@ -1,4 +1,4 @@
-"""What the sections of the GPU script share: the clock, guarded sections and their result file, device timing."""
+"""Shared by the sections of the GPU script: the clock, guarded sections and their result file, device timing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Section = Callable[["Bench"], Iterator[dict[str, Any]]]
 
 
 class OutOfTimeError(Exception):
-    """A section's share of the deadline is used up."""
+    """Raised when a section has used up its share of the deadline."""
 
 
 class Bench:
@@ -39,7 +39,7 @@ class Bench:
             raise OutOfTimeError
 
     def run(self, name: str, section: Section, share: float) -> None:
-        """Collects a section's rows for at most `share` of the time that is left."""
+        """Collect a section's rows for at most `share` of the remaining time."""
         begun = time.monotonic()
         left = self.started + self.deadline - begun
         self.until = begun + left * share

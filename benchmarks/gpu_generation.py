@@ -39,7 +39,7 @@ def vision_model(bench: Bench, dtype: Any) -> Any:
     ids = {"image_token_id": IMAGE, "video_token_id": 291, "vision_start_token_id": START, "vision_end_token_id": END}
     torch.manual_seed(0)
     model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids))
-    model.generation_config.eos_token_id = None  # as many tokens from every method
+    model.generation_config.eos_token_id = None  # every method generates the same number of tokens
     return model.to(bench.device, dtype).eval()
 
 
@@ -59,7 +59,7 @@ def vision_prompt(bench: Bench, dtype: Any, images: int, side: int) -> dict[str,
 
 
 def generation(bench: Bench) -> Iterator[dict[str, Any]]:
-    """Tokens of method "full" against the plain model's, then every method's time and memory."""
+    """Compare tokens of method "full" with the plain model's, then measure time and memory of every method."""
     new = 4 if bench.smoke else 48
     images, side = (1, 8) if bench.smoke else (12, 72)
     budget = 0.5 if bench.smoke else 0.1
@@ -84,7 +84,7 @@ def generation(bench: Bench) -> Iterator[dict[str, Any]]:
             bench.check_time()
             try:
                 got = _generate(bench, model, inputs, new, method, backend)
-            except Exception as error:  # one method that fails must not lose the others
+            except Exception as error:  # a failing method must not stop the others
                 yield row | {"method": method_name, "backend": backend, "error": repr(error)[:400]}
                 continue
             yield row | {"method": method_name, "backend": backend} | got.row | _same(plain, got)

@@ -1,8 +1,9 @@
-"""Against kvpress 0.5.5 on a text Llama with random weights: time to the first token, per token, stored bytes.
+"""Compare with kvpress 0.5.5 on a text Llama with random weights: time to first token and per token, stored bytes.
 
-kvpress does not run on the transformers that FoveaKV asks for, so each side runs in its own environment and process,
-alternately. Same weights, same prompt, same budgets. kvpress' AdaKV masks what it drops and frees nothing; its nearest
-to H2O is ObservedAttention, which reads eager attention weights and so is left out for long prompts.
+kvpress does not run with the transformers version that FoveaKV needs, so each side runs in its own environment and
+process, alternately, with the same weights, prompt and budgets. kvpress' AdaKV masks what it evicts and frees no
+memory. Its closest match to H2O is ObservedAttention, which needs eager attention weights and is left out for long
+prompts.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ LIMIT = 1800  # seconds per process
 
 
 def run(recorder: Recorder) -> None:
-    """One group of rows per context and budget."""
+    """Measure one group of rows per context and budget."""
     if not PYTHON.exists():
-        raise SystemExit(f"kvpress needs an environment of its own: sh {PEERS / 'install.sh'}")
+        raise SystemExit(f"kvpress needs its own environment; run: sh {PEERS / 'install.sh'}")
     settings = recorder.settings
     for context in settings["contexts"]:
         for budget in settings["budgets"]:

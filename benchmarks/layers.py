@@ -1,7 +1,7 @@
-"""Layers of a real geometry without a model: random queries, keys and values drive the library's own code.
+"""Layers in the geometry of a real model, without the model: random queries, keys and values drive the library's code.
 
-A whole 7B model does not fit a small machine at 32k tokens; one attention layer of it does, and the cache's work per
-layer does not depend on the rest.
+A 7B model at 32k tokens does not fit on a small machine; one of its attention layers does, and the cache's work per
+layer does not depend on the rest of the model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from foveakv.engines.transformers.options import CacheOptions
 from foveakv.memory.chunks import ChunkStore
 from foveakv.methods import Method
 
-QUESTION = 128  # text tokens behind the image, for benchmarks of what follows the prompt
+QUESTION = 128  # text tokens after the image, for benchmarks of decoding
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 Tensors = tuple[Tensor, Tensor, Tensor]
 
@@ -76,8 +76,8 @@ def dtype_of(name: str) -> torch.dtype:
 def prompt(tokens: int, visual_share: float = 0.75, batch: int = 1, question: int | None = None) -> PromptMap:
     """Text, one long image, text: the image takes `visual_share` of the tokens and follows an eighth of the text.
 
-    With `question`, so much of the text at most follows the image. HAE scores every text token behind an image, so this
-    keeps prompts of 128k tokens affordable where only what comes after them is measured.
+    With `question`, at most this number of text tokens follows the image. HAE scores every text token after an image,
+    so this keeps prompts of 128k tokens affordable if only decoding is measured.
     """
     kinds = torch.full((batch, tokens), TEXT, dtype=torch.int8)
     visual = int(tokens * visual_share)
@@ -90,9 +90,8 @@ def prompt(tokens: int, visual_share: float = 0.75, batch: int = 1, question: in
 def peaked(shape: Shape, tokens: int, seed: int = 0, *, batch: int = 1, dtype: torch.dtype = torch.float32) -> Tensors:
     """Random query [B, Hq, C, D], keys and values [B, H, C, D]: attention peaked in some heads, flat in others.
 
-    With plain noise every head looks alike and a head classification is all or nothing; a factor on the keys spreads
-    them. All query heads share one memory (1.9 GB instead of 67 MB at 128k tokens otherwise): the query only scores
-    the prompt here, the steps that are timed have their own.
+    With plain noise all heads are alike and get the same class; a factor on the keys makes them differ. All query heads
+    share memory (67 MB instead of 1.9 GB at 128k tokens): this query only scores the prompt, timed steps have others.
     """
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(batch, 1, tokens, shape.head_dim, generator=generator).to(dtype)
@@ -122,7 +121,7 @@ class Driver:
         self.mask = None
 
     def prefill(self, tensors: Tensors) -> None:
-        """Everything the library does after the dense attention of each layer (which is left out)."""
+        """Run what the library does after the dense attention of each layer; the attention itself is left out."""
         fill(self.cache, tensors, prompt(self.tokens, batch=self.batch, question=self.question), self.shape.scaling)
 
     def step(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -137,9 +136,9 @@ class Driver:
 
     @property
     def read(self) -> list[Tensor]:
-        """What a decode step reads of the stored prompt: keys, values, and where chunks are chosen their digests.
+        """What a decode step reads of the stored prompt: keys, values, and the digests of chunks.
 
-        Chunks that are read where they lie count as as many rows from the beginning of their store.
+        Chunks that are read in place count as the same number of rows from the beginning of their store.
         """
         found = []
         for layer in self.cache.compressed:
@@ -156,14 +155,14 @@ class Driver:
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of the retrieved slots that were already there; None for methods that retrieve nothing."""
+        """Share of the retrieved slots that were already loaded; None for methods that do not retrieve."""
         retrieved = sum(layer.counts["retrieved"] for layer in self.cache.compressed)
         hits = sum(layer.counts["hits"] for layer in self.cache.compressed)
         return hits / retrieved if retrieved else None
 
 
 def fill(cache: CompressedCache, tensors: Tensors, described: PromptMap, scaling: float) -> None:
-    """Gives every layer of a fresh cache the same prompt, through the code that a model's forward pass runs."""
+    """Give every layer of a new cache the same prompt, through the code that a model's forward pass runs."""
     query, keys, values = tensors
     cache.begin_forward(keys.shape[2], described, None, keys.element_size())
     for layer in cache.compressed:
@@ -173,7 +172,7 @@ def fill(cache: CompressedCache, tensors: Tensors, described: PromptMap, scaling
 
 
 class Packed:
-    """The best full cache in plain PyTorch: preallocated, the query group packed as rows of one SDPA call."""
+    """The fastest full cache in plain PyTorch: preallocated, the query group packed as rows of one SDPA call."""
 
     def __init__(self, shape: Shape, keys: Tensor, values: Tensor, room: int) -> None:
         self.shape, self.length = shape, keys.shape[2]
@@ -216,9 +215,9 @@ class Default:
 
 
 class Tokens:
-    """New tokens for the steps: queries that drift, so that retrieval has something to fetch; the same for all sides.
+    """New tokens for the steps, the same for all sides: queries that drift, so that retrieval has something to load.
 
-    Consecutive queries correlate by `correlation`. Rows that retrieve report the hit rate that came of it.
+    Consecutive queries correlate by `correlation`. Methods that retrieve report the resulting hit rate.
     """
 
     def __init__(
@@ -236,7 +235,7 @@ class Tokens:
         return self.made[step]
 
     def draw(self, count: int) -> None:
-        """Makes the first `count` tokens, so that no side pays for them."""
+        """Draw the first `count` tokens in advance, so that no side spends time on it."""
         while len(self.made) < count:
             fresh = self._draw(self.shape.query_heads)
             self._query = self.correlation * self._query + (1 - self.correlation**2) ** 0.5 * fresh
@@ -245,7 +244,7 @@ class Tokens:
 
 
 class Stepper:
-    """Calls `step` with the next token each time."""
+    """Call `step` with the next token each time."""
 
     def __init__(self, step: Any, tokens: Tokens) -> None:
         self._step, self._tokens, self._next = step, tokens, 0
@@ -261,7 +260,7 @@ def one_token(shape: Shape, seed: int) -> Tensors:
 
 
 def read_once(buffers: list[Tensor]) -> float:
-    """Reads every byte of some contiguous buffers once, in parallel: the least that a pass over them can take."""
+    """Read every byte of contiguous buffers once, in parallel: a lower bound for any pass over them."""
     return float(sum(tensor.detach().flatten().view(torch.float32).sum() for tensor in buffers))
 
 

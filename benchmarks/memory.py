@@ -1,6 +1,6 @@
-"""Stored bytes by method and budget: device storage (slack, positions, side tensors, digests included) and host.
+"""Stored bytes by method and budget: device storage (free room, positions, side tensors and digests included) and host.
 
-Bytes do not depend on how busy the machine is, and are the same in every run.
+Bytes do not depend on the machine's load and are the same in every run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BY = ("geometry", "context", "budget", "method")
 
 @torch.inference_mode()
 def run(recorder: Recorder) -> None:
-    """One group of rows per context and budget."""
+    """Measure one group of rows per context and budget."""
     settings = recorder.settings
     shape, layers, digest_dtype = shape_of(settings["geometry"]), settings["layers"], settings["digest_dtype"]
     for context in settings["contexts"]:

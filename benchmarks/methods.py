@@ -21,10 +21,10 @@ def at_budget(
     names: Iterable[str] = ALL,
     digest_dtype: str | None = None,
 ) -> dict[str, Method]:
-    """Methods, set so that about `budget` of a prompt of `tokens` stays (fastv cannot: it keeps half by design).
+    """Build methods that keep about `budget` of a prompt of `tokens` (except fastv, which keeps half by design).
 
-    HAE prunes visual tokens in the first layer and then brings the cache to the budget. `prefill_rows` bounds the
-    rows that HAE and H2O score, for benchmarks of what follows the prompt. `digest_dtype` goes to hybridkv.
+    HAE prunes visual tokens in the first layer and then reduces the cache to the budget. `prefill_rows` limits the
+    rows that HAE and H2O score, for benchmarks of decoding. `digest_dtype` is an option of hybridkv.
     """
     kept = max(1, int(tokens * visual_share * budget))
     rows = {"prefill_rows": prefill_rows}

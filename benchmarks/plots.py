@@ -1,4 +1,4 @@
-"""The performance page's plots. Colours stay apart for colour-blind readers, and markers differ as well."""
+"""The plots of the performance page. Colours are distinguishable for colour-blind readers, and markers differ too."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ CAPTIONS = {
     "prefill": "Own work in a prefill",
     "memory": "Full bytes over stored bytes",
     "append": "Time per appended token",
-    "kvpress": "Time per token and stored bytes beside kvpress",
+    "kvpress": "Time per token and stored bytes compared with kvpress",
     "scale": "Time per step over context and over batch",
 }
 
 
 def draw(contents: list[dict[str, Any]], folder: Path) -> dict[str, Plots]:
-    """SVG files; benchmark -> (path relative to the page, caption)."""
-    # Text stays text and ids do not change, so that a redrawn plot of the same figures is the same file.
+    """Draw SVG files; return benchmark -> (path relative to the page, caption)."""
+    # Text stays text and ids are fixed, so that redrawing the same figures gives the same file.
     with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": "foveakv", "font.size": 9, "axes.axisbelow": True}):
         for content, path, _ in _each(contents, folder.name):
             figure = _DRAWN[content["benchmark"]](content["rows"])
             if content["quick"]:
-                figure.suptitle("quick run, no measurement")
+                figure.suptitle("quick run, not a measurement")
             figure.savefig(folder.parent / path, bbox_inches="tight", metadata={"Date": None})
             plt.close(figure)
     return captions(contents, folder.name)

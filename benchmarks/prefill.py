@@ -1,12 +1,12 @@
-"""What compression adds to a prefill, and what HAE with drop_hidden_states takes away from it.
+"""What compression adds to a prefill, and how much HAE with drop_hidden_states shortens it.
 
 Slices of Qwen2.5-VL's text decoder with random weights; about three quarters of the prompt are visual tokens. The
 main figure is `own_share`: the library's own work after each layer's attention, measured inside the whole prefill, as
-a share of a plain prefill. `over_plain`, whole against whole, says the same with the noise of both. Plain prefills run
-before, between and after the methods; `plain_drift` is how far apart they lie.
+a share of a plain prefill. `over_plain` compares whole prefills and has the noise of both. Plain prefills run before,
+between and after the methods; `plain_drift` is their range.
 
-The part `drop` compares whole prefills of the longest prompt and a slice with more layers (tokens leave after the first
-one, so a slice of two could at best be halved).
+The part `drop` compares whole prefills of the longest prompt with a slice of more layers (tokens are pruned after the
+first layer, so a slice of two layers could at best be halved).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DROPPED = 0.75  # of the visual tokens, in the part `drop`
 
 
 def run(recorder: Recorder) -> None:
-    """Parts `overhead` and `drop`, row by row."""
+    """Measure the parts `overhead` and `drop`."""
     settings = recorder.settings
     parts = (
         ("overhead", settings["layers"], settings["contexts"]),
@@ -56,7 +56,7 @@ def _overhead(recorder: Recorder, model: Any, inputs: dict[str, Any], context: i
     settings = recorder.settings
     chosen = at_budget(settings["budget"], context, names=settings["methods"])
     if "fastv" in chosen and settings["layers"] == 2:
-        chosen["fastv"] = methods.get("fastv", layer=1)  # two layers leave its default, 2, no later layer
+        chosen["fastv"] = methods.get("fastv", layer=1)  # with two layers its default, 2, leaves no later layer
     for label, method in chosen.items():
         recorder.method(f"{label} at {context}", method)
     plain: list[float] = []
@@ -92,11 +92,11 @@ def _overhead(recorder: Recorder, model: Any, inputs: dict[str, Any], context: i
         }
         for label in chosen
     )
-    recorder.add([{**shared, "method": "plain", "ms": spread(plain)}])  # last: it says that the context is complete
+    recorder.add([{**shared, "method": "plain", "ms": spread(plain)}])  # last: it marks the context as complete
 
 
 def _drop(recorder: Recorder, model: Any, inputs: dict[str, Any], context: int) -> None:
-    """HAE with drop_hidden_states between two plain prefills, in turns."""
+    """Measure HAE with drop_hidden_states between plain prefills, in turns."""
     visual = visual_tokens(model, inputs)
     method = methods.get(
         "hae", ddes=False, target_visual_tokens=visual - int(visual * DROPPED), drop_hidden_states=True
@@ -133,7 +133,7 @@ def _drop(recorder: Recorder, model: Any, inputs: dict[str, Any], context: int) 
 
 
 def _warm_up(model: Any, inputs: dict[str, Any], context: int, chosen: Iterable[Method]) -> None:
-    """First calls pay for things that later ones find done; of a prompt that takes a minute a short one does."""
+    """Run one-time work before the measurement; a short prompt is enough if the real one takes a minute."""
     short = qwen_inputs(min(context, 512), model.dtype)
     for method in chosen:
         _compressed(model, short, method)
@@ -145,11 +145,11 @@ def _plain(model: Any, inputs: dict[str, Any]) -> float:
 
 
 def _compressed(model: Any, inputs: dict[str, Any], method: Method) -> tuple[float, float]:
-    """Seconds of a prefill with the method, and of the library's own work in it."""
+    """Return the seconds of a prefill with the method, and of the library's own work in it."""
     cache = foveakv.cache_for(model, method)
     spent = [0.0]
     for layer in cache.compressed:
-        layer.__dict__["end_prefill"] = _timed(layer.end_prefill, spent)  # of these objects alone
+        layer.__dict__["end_prefill"] = _timed(layer.end_prefill, spent)  # on these objects only
     argument = {compat.cache_argument(model): cache}
     seconds = clock(lambda: model(**inputs, **argument, use_cache=True, logits_to_keep=1))
     for layer in cache.compressed:

@@ -1,4 +1,4 @@
-"""The README's measured figures, written from the committed result files and from nothing else."""
+"""Write the README's measured figures from the committed result files."""
 
 from __future__ import annotations
 
@@ -9,108 +9,124 @@ from typing import Any
 
 from benchmarks.common import RESULTS
 
-BUDGET = 0.1  # of the decode table
+BUDGET = 0.1  # of the speed table
+METHODS = ("full", "hae", "hybridkv", "snapkv", "adakv", "h2o")
 README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+Rows = list[dict[str, Any]]
 
 
 def block() -> str:
-    """Markdown between the markers: one table per result file, each under the command that made it."""
+    """The Markdown between the markers: a table of memory and one of speed, each with the commands that measured it.
+
+    A benchmark without a complete result file is left out.
+    """
+    found = {
+        name: content for name in ("memory", "decode_attention", "generate", "prefill") if (content := _read(name))
+    }
     parts = []
-    machines: dict[str, None] = {}
-    for name, build in (("memory", _memory), ("prefill", _prefill), ("decode_attention", _decode_attention)):
-        path = RESULTS / f"{name}.json"
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf8")) if path.exists() else {}
-        if content.get("complete") and not content["quick"]:
-            parts.append(f"`{content['command']}`\n\n{build(content['rows'])}")
-            machine = content["machine"]
-            versions = machine["versions"]
-            machines[
-                f"{machine['cpu']}, {machine['threads']} threads, torch {versions['torch']}, transformers "
-                f"{versions['transformers']}"
-            ] = None
-    if parts:
+    if "memory" in found:
+        parts.append(f"**Does memory fall?** {_memory(found['memory']['rows'])}\n\n`{found['memory']['command']}`")
+    speed: list[list[str]] = []
+    if "decode_attention" in found:
+        speed += _attention(found["decode_attention"]["rows"])
+    if "generate" in found:
+        speed += _models(found["generate"]["rows"], found["generate"]["settings"]["layers"])
+    if "prefill" in found:
+        speed += _prefill(found["prefill"]["rows"])
+    if speed:
+        head = [f"budget {BUDGET:.0%}", *METHODS]
+        commands = ", ".join(f"`{found[name]['command']}`" for name in found if name != "memory")
         parts.append(
-            f"{'; '.join(machines)}; medians, which hide HAE's evictions (one in 64 steps). All figures, by means too, "
-            "with plots and with what was aimed for: [docs/performance.md](docs/performance.md)."
+            "**Is decoding faster?** Times faster than a full cache: the attention step against a preallocated full "
+            "cache with packed query groups, whole models against the fastest full cache. Last rows: the method's own "
+            "work, as a share of a plain prefill.\n\n"
+            f"{_table(head, speed)}\n\n{commands}"
+        )
+    if parts:
+        machines = dict.fromkeys(_machine(content["machine"]) for content in found.values())
+        parts.append(
+            f"{'; '.join(machines)}; medians, which leave out HAE's evictions (one in 64 steps). All figures: "
+            "[performance](docs/performance.md)."
         )
     return "\n\n".join(parts)
 
 
 def update() -> None:
-    """Replaces what stands between the README's markers."""
-    text = README.read_text()
+    """Replace the text between the README's markers."""
+    text = README.read_text(encoding="utf8")
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
-    README.write_text(f"{before}{BEGIN}\n{block()}\n{END}{after}")
+    README.write_text(f"{before}{BEGIN}\n{block()}\n{END}{after}", encoding="utf8")
 
 
-def _memory(rows: list[dict[str, Any]]) -> str:
-    budgets = sorted({row["budget"] for row in rows})
-    head = [
-        "method",
-        *[f"full / stored at {budget:.0%}" for budget in budgets],
-        "on the host",
-        "peak / (layer + stored)",
-    ]
-    lines = []
-    for name in dict.fromkeys(row["method"] for row in rows):
-        own = {row["budget"]: row for row in rows if row["method"] == name}
-        first = own[budgets[0]]
-        ratios = [f"{own[budget]['full_over_stored']:.1f}" for budget in budgets]
-        host = f"{first['host_bytes'] / first['full_bytes']:.0%} of full" if first["host_bytes"] else ""
-        lines.append([f"{name}", *ratios, host, f"{first['peak_over_layer_plus_stored']:.2f}"])
+def _read(name: str) -> dict[str, Any] | None:
+    """A result file; None if it is missing, unfinished or of a `--quick` run."""
+    path = RESULTS / f"{name}.json"
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf8")) if path.exists() else {}
+    return content if content.get("complete") and not content["quick"] else None
+
+
+def _machine(machine: dict[str, Any]) -> str:
+    versions = machine["versions"]
+    return (
+        f"{machine['cpu']}, {machine['threads']} threads, torch {versions['torch']}, "
+        f"transformers {versions['transformers']}"
+    )
+
+
+def _memory(rows: Rows) -> str:
     shape = rows[0]
     intro = (
-        f"Storage bytes, {shape['geometry']} geometry, {shape['context']:,} tokens, {shape['layers']} layers; slack, "
-        "positions, side tensors and digests count as stored:"
+        f"Bytes of a full cache / stored bytes; {shape['geometry']} geometry, {shape['context']:,} tokens; positions, "
+        "side tensors and digests count as stored."
     )
-    return f"{intro}\n\n{_table(head, lines)}"
-
-
-def _prefill(rows: list[dict[str, Any]]) -> str:
-    own = [row for row in rows if row["part"] == "overhead" and row["method"] != "plain"]
-    contexts = sorted({row["context"] for row in own})
-    head = ["method", *[f"own work at {context:,}" for context in contexts]]
     lines = []
-    for name in dict.fromkeys(row["method"] for row in own):
-        found = {row["context"]: row["own_share"] for row in own if row["method"] == name}
-        lines.append([name, *[f"{found[context]:.1%}" if context in found else "" for context in contexts]])
-    intro = (
-        f"Prefill of {own[0]['layers']} layers of a text decoder (random weights), three quarters of it visual: "
-        "the library's time after each layer's attention as a share of a plain prefill."
-    )
-    dropped = [row for row in rows if row["part"] == "drop" and "faster_than_plain" in row]
+    for budget in sorted({row["budget"] for row in rows}):
+        own = {row["method"]: row for row in rows if row["budget"] == budget}
+        lines.append([f"{budget:.0%}", *[_times(own.get(name), "full_over_stored") for name in METHODS]])
+    hosts = [row for row in rows if row["host_bytes"] and row["budget"] == BUDGET]
     after = "".join(
-        f"\n\nHAE with `drop_hidden_states`, three quarters of the pictures dropped, reads {row['context']:,} tokens "
-        f"{row['faster_than_plain']:.2f} times as fast as the plain model ({row['layers']} layers)."
-        for row in dropped[-1:]
+        f"\n\n{row['method']} also holds {row['host_bytes'] / row['full_bytes']:.0%} of the full cache in host memory; "
+        f"its peak during prefill is {row['peak_over_layer_plus_stored']:.2f} times one full layer plus what is stored."
+        for row in hosts
     )
-    return f"{intro}\n\n{_table(head, lines)}{after}"
+    return f"{intro}\n\n{_table(['budget', *METHODS], lines)}{after}"
 
 
-def _decode_attention(rows: list[dict[str, Any]]) -> str:
-    rows = [row for row in rows if row["budget"] == BUDGET]
-    contexts = sorted({row["context"] for row in rows})
-    head = ["attention + cache update, per layer and token"]
-    for context in contexts:
-        head += [f"ms at {context:,}", "x default", "x packed"]
+def _attention(rows: Rows) -> list[list[str]]:
     lines = []
-    for name in dict.fromkeys(row["method"] for row in rows):
-        line = [name]
-        for context in contexts:
-            row = next(r for r in rows if r["method"] == name and r["context"] == context)
-            line += [
-                f"{row['ms']['median']:.2f}",
-                f"{row['faster_than_default']:.1f}",
-                f"{row['faster_than_packed']:.1f}",
-            ]
-        lines.append(line)
-    intro = (
-        f"Decode at a budget of {BUDGET:.0%}, {rows[0]['geometry']} geometry, against transformers' default path and a "
-        "preallocated full cache with packed query groups (how many times faster):"
-    )
-    return f"{intro}\n\n{_table(head, lines)}"
+    rows = [row for row in rows if row["budget"] == BUDGET]
+    for context in sorted({row["context"] for row in rows}):
+        own = {row["method"]: row for row in rows if row["context"] == context}
+        cells = [_times(own.get(name), "faster_than_packed") for name in METHODS]
+        lines.append([f"attention step, {context:,} tokens", *cells])
+    return lines
+
+
+def _models(rows: Rows, layers: int) -> list[list[str]]:
+    lines = []
+    rows = [row for row in rows if row["budget"] == BUDGET and row["batch"] == 1]
+    for model, asked in dict.fromkeys((row["model"], row["asked"]) for row in rows):
+        own = {row["method"]: row for row in rows if (row["model"], row["asked"]) == (model, asked)}
+        cells = [_times(own.get(name), "faster_than_best_full") for name in METHODS]
+        name = model if model == "demo" else f"{layers} layers of {model}"
+        lines.append([f"time per token, {name}, {asked:,} tokens", *cells])
+    return lines
+
+
+def _prefill(rows: Rows) -> list[list[str]]:
+    lines = []
+    rows = [row for row in rows if row["part"] == "overhead"]
+    for context in sorted({row["context"] for row in rows}):
+        own = {row["method"]: row for row in rows if row["context"] == context}
+        cells = [f"+{own[name]['own_share']:.1%}" if name in own else "" for name in METHODS]
+        lines.append([f"added to a prefill of {context:,} tokens", *cells])
+    return lines
+
+
+def _times(row: dict[str, Any] | None, field: str) -> str:
+    return f"{row[field]:.1f}x" if row is not None else ""
 
 
 def _table(head: list[str], lines: Iterable[list[str]]) -> str:

@@ -1,7 +1,7 @@
-"""How the cost of a step grows: with the context (exponent of a power law, fitted on log-log axes) and with the batch.
+"""How the cost of a step grows with the context (exponent of a power law, fitted on log-log axes) and the batch size.
 
-One layer; attention and cache update as in `decode_attention`. Methods run at a share of the context and at a fixed
-number of tokens per head, whose cost should not grow.
+One layer; attention and cache update as in `decode_attention`. Methods run with a budget that is a share of the context
+and with a fixed number of tokens per head, whose cost should not grow.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _group(recorder: Recorder, axis: str, context: int, batch: int) -> list[dict
 
 
 def exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
-    """Slope of log(cost) over log(size), least squares: 1 = grows in proportion, 0 = does not grow."""
+    """Least-squares slope of log(cost) over log(size): 1 = proportional growth, 0 = no growth."""
     x, y = [math.log(size) for size in sizes], [math.log(cost) for cost in costs]
     middle_x, middle_y = sum(x) / len(x), sum(y) / len(y)
     over = sum((a - middle_x) * (b - middle_y) for a, b in zip(x, y, strict=True))

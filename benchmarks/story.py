@@ -1,7 +1,7 @@
 """HAE's story setting, end to end: 1,024 tokens of KV, a recycle bin of 128, 512 new tokens, 5 beams.
 
-`generate` itself runs, once per side and round in turns, on a long prompt with many pictures. Both full caches are
-there: transformers' default and our method `full`.
+Runs `generate` on a long prompt with many images, once per side and round, in turns. Both full caches are included:
+transformers' default and FoveaKV's method `full`.
 """
 
 from __future__ import annotations

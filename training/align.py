@@ -1,4 +1,4 @@
-"""Align the projector with the text model's vocabulary before any language model is run.
+"""Align the projector with the text model's vocabulary, before the language model is trained.
 
 Every image token that shows (part of) an answer is pulled towards the input embedding of that answer, and so is their
 mean over the card. This costs about a hundredth of training through the text model, which then only has to learn to
@@ -26,7 +26,7 @@ TEMPERATURE, NORM = 20.0, 1.5  # of the cosine; length of an aligned token relat
 
 
 def parts(answer: str) -> list[str]:
-    """What the cells of a card can show: every digit of a number, or the whole caption."""
+    """Return what the cells of a card can show: every digit of a number, or the whole caption."""
     return list(answer) if answer.isdigit() else [answer]
 
 

@@ -50,7 +50,7 @@ def digit_splits(sheet_png: Path) -> dict[str, np.ndarray]:
 
 
 def ground_and_ink(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """A ground [112, 112, 3], plain or shaded, and an ink colour [3] that stands out from it (floats in 0..1)."""
+    """A background [112, 112, 3], plain or shaded, and an ink colour [3] with contrast to it (floats in 0..1)."""
     while True:
         ground, ink = rng.uniform(0, 1, 3), rng.uniform(0, 1, 3)
         if rng.random() < 0.3:  # black or white ink, or a grey ground, are common in print
@@ -68,7 +68,7 @@ def ground_and_ink(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 
 
 def finish(rng: np.random.Generator, canvas: np.ndarray, blur: float = 0.9) -> np.ndarray:
-    """Blur and noise as a cheap camera would; to uint8."""
+    """Add blur and noise like a cheap camera; convert to uint8."""
     if rng.random() < 0.4:
         canvas = cv2.GaussianBlur(canvas, (0, 0), rng.uniform(0.3, blur))
     if rng.random() < 0.4:
@@ -77,13 +77,13 @@ def finish(rng: np.random.Generator, canvas: np.ndarray, blur: float = 0.9) -> n
 
 
 def mark(cells: np.ndarray, value: int, top: float, left: float, bottom: float, right: float) -> None:
-    """Give `value` to the cells whose centre lies in the box (pixels)."""
+    """Set the cells whose centre is inside the box (in pixels) to `value`."""
     centre = (np.arange(GRID) + 0.5) * SIZE / GRID
     cells[np.ix_((centre >= top) & (centre < bottom), (centre >= left) & (centre < right))] = value
 
 
 def warped(rng: np.random.Generator, glyph: np.ndarray) -> np.ndarray:
-    """Another hand: the glyph (uint8 [20, 20]) turned, slanted, stretched and bent, its strokes thicker or thinner."""
+    """Imitate other handwriting: a glyph (uint8 [20, 20]) turned, slanted, stretched, bent, thicker or thinner."""
     size = 80  # warped enlarged, so that thin strokes survive
     y, x = np.mgrid[-1 : 1 : size * 1j, -1 : 1 : size * 1j]
     angle, slant = rng.normal(0, 0.12), rng.normal(0, 0.12)
@@ -167,7 +167,7 @@ def print_tiles(font_files: list[Path]) -> np.ndarray:
 
 
 def print_card(rng: np.random.Generator, tiles: np.ndarray) -> Card:
-    """A printed character, half of the time a digit. No cells: what is ground is not marked."""
+    """A printed character, half of the time a digit. No cells: the background is not marked."""
     place = int(rng.integers(10 if rng.random() < 0.5 else len(CHARACTERS)))
     return Card(np.asarray(glyph_card(rng, tiles[place])), CHARACTERS[place], np.full((GRID, GRID), -1, np.int8))
 
@@ -194,7 +194,7 @@ def captioned(root: Path) -> dict[str, list[Path]]:
 
 
 def picture_card(rng: np.random.Generator, caption: str, picture: Image.Image) -> Card:
-    """A cut-out picture (RGBA) on a random ground: turned, scaled, mirrored, with changed light."""
+    """A cut-out picture (RGBA) on a random background: turned, scaled, mirrored, with changed light."""
     canvas, _ = ground_and_ink(rng)
     if rng.random() < 0.5:
         picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
@@ -214,7 +214,7 @@ def picture_card(rng: np.random.Generator, caption: str, picture: Image.Image) -
 
 
 def load_picture(file: Path) -> Image.Image:
-    """RGBA, cropped to what is not transparent, at most 256 px."""
+    """Read as RGBA, cropped to the opaque part, at most 256 px."""
     picture = Image.open(file).convert("RGBA")
     picture = picture.crop(picture.getbbox())
     picture.thumbnail((256, 256))

@@ -1,4 +1,4 @@
-"""What the training scripts share: pools of cached features, sequences of cards and questions, the network in bf16."""
+"""Shared by the training scripts: pools of cached features, sequences of cards and questions, the network in bf16."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ class Tasks:
         order), with probability `telling` "The story: " (every card with its name) and "Tell of Bob, Alice: " (some of
         them), and single cards are asked for by "Tell of Bob: ". Half of the long answers come before the others: what
         was said before could be copied. A card of kind "text" is no picture: its line says the number. ground: share of
-        the image tokens without content that stay; the others are left out and the positions behind them kept, which
+        the image tokens without content that stay; the others are left out and the positions after them kept, which
         makes a step cheaper.
         """
         names = [NAMES[i] for i in rng.permutation(len(NAMES))[: len(kinds)]]

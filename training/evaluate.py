@@ -50,7 +50,7 @@ def questions(name: str, names: list[str], cards: list[Card]) -> list[tuple[str,
 
 @torch.no_grad()
 def ask(loaded: Loaded, names: list[str], cards: list[Card], asked: list[tuple[str, str]]) -> list[str]:
-    """The generated answers, from one prefill of the pictures."""
+    """Generate the answers from one prefill of the images."""
     model, processor = loaded
     images = [Image.fromarray(card.pixels) for card in cards]
     prefix = "".join(f"{name}'s card: <image>\n" for name in names)
@@ -69,7 +69,7 @@ def ask(loaded: Loaded, names: list[str], cards: list[Card], asked: list[tuple[s
             **pictures,
         )
         cache = out.get("past_key_values", None) or out["cache"]
-        cache.crop(length - cache.get_seq_length())  # negative: how many tokens to take off
+        cache.crop(length - cache.get_seq_length())  # negative: the number of tokens to remove
         replies.append(processor.tokenizer.decode(out.sequences[0, ids.shape[1] :], skip_special_tokens=True).strip())
     return replies
 

@@ -1,7 +1,7 @@
 """Render the pools of cards and cache the vision features that the projector reads.
 
 Writes for every pool RUN/{split}-{kind}.npz (pixels, answers,
-cells) and .npy (features, fp16 [N, 64, 1152]). Existing pools are kept, so an interrupted run goes on.
+cells) and .npy (features, fp16 [N, 64, 1152]). Existing pools are kept, so an interrupted run can be continued.
 
     python training/prepare.py --run RUN --sources DEBS --vision vit_s_focus.onnx --text SmolLM2-135M-Instruct.Q4_1.gguf
 """

@@ -1,7 +1,7 @@
 r"""Train the projector and low-rank updates of the text model on cards, from cached features.
 
 The learning rate follows the time spent, not the step: busy machines make fewer steps but still decay to zero. A run
-that is started again with the same --out goes on from its last checkpoint (weights, optimiser, step, time); the batch
+that is started again with the same --out continues from its last checkpoint (weights, optimiser, step, time); the batch
 of a step depends on the seed, the process and the step alone. Each process computes on one thread and the gradients are
 averaged once a step: on a shared machine this wastes less than two threads that wait for each other in every product.
 
@@ -33,7 +33,7 @@ MIX = {"digit": 0.38, "number": 0.34, "word": 0.1, "picture": 0.18}
 READING_MIX = {
     "digit": 0.46, "print": 0.2, "chart": 0.18, "number": 0.04, "word": 0.02, "picture": 0.04, "text": 0.06
 }  # fmt: skip
-LONGEST_STEP = 90.0  # seconds; a run that was suspended counts so many
+LONGEST_STEP = 90.0  # seconds; counted for a step during which the run was suspended
 ALIGN = {"digit": 24, "number": 24, "word": 24, "picture": 12}  # further cards per step for the projector alone: cheap
 ALIGN_WEIGHT = 0.1
 CHECKS = {  # name -> (kinds, images, sequences)
@@ -68,7 +68,7 @@ def draw(rng: np.random.Generator, tasks: Tasks, done: float, cards: int, readin
     )
     batch = []
     for _ in range(max(1, round(cards / count))):
-        if rng.random() < 0.5:  # cards of one kind are harder to tell apart
+        if rng.random() < 0.5:  # cards of one kind are harder to distinguish
             kinds = [str(rng.choice(list(mix), p=list(mix.values())))] * count
         else:
             kinds = [str(k) for k in rng.choice(list(mix), count, p=list(mix.values()))]

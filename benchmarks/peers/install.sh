@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes benchmarks/peers/.venv-kvpress for `python -m benchmarks run kvpress`: about 1.5 GB, a few minutes.
+# Creates benchmarks/peers/.venv-kvpress for `python -m benchmarks run kvpress`: about 1.5 GB, a few minutes.
 # Another interpreter: PYTHON=python3.12 sh benchmarks/peers/install.sh
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)

@@ -1,4 +1,4 @@
-"""Our side of the kvpress benchmark, in a process of its own as well."""
+"""FoveaKV's side of the kvpress benchmark, in its own process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kvpress' side, run by its own interpreter: time per token and stored bytes of its presses."""
+"""kvpress' side, run in its own environment: time per token and stored bytes of its presses."""
 
 from __future__ import annotations
 

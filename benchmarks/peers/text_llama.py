@@ -1,6 +1,6 @@
-"""The model and the measurement that both sides of the kvpress benchmark share; imports torch and transformers alone.
+"""The model and the measurement of both sides of the kvpress benchmark; imports torch and transformers only.
 
-Scripts beside it import it by its plain name, because kvpress' environment has no FoveaKV in it.
+The scripts in this folder import it by its plain name, because kvpress' environment does not contain FoveaKV.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def prompt(spec: dict[str, Any]) -> torch.Tensor:
 
 
 def decode(step: Step, logits: torch.Tensor, position: int, tokens: int) -> list[float]:
-    """Greedy steps behind a prompt; milliseconds of each, the first two (warm-up) left out."""
+    """Run greedy steps after a prompt; return the milliseconds of each, without the first two (warm-up)."""
     seconds = []
     token = logits[:, -1:].argmax(-1)
     for i in range(tokens + 2):
@@ -80,7 +80,7 @@ def storage(cache: Any) -> int:
 
 
 def main(measure: Callable[[dict[str, Any]], list[dict[str, Any]]], versions: dict[str, str]) -> None:
-    """Reads the spec from the command line and prints one JSON line."""
+    """Read the spec from the command line and print one JSON line."""
     spec = json.loads(sys.argv[1])
     torch.set_num_threads(spec["threads"])
     with torch.inference_mode():

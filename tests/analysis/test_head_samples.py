@@ -60,7 +60,7 @@ def test_files_as_other_programs_write_them(tmp_path: Path) -> None:
     (tmp_path / "samples.jsonl").write_bytes(text.encode("utf-8-sig"))
     assert [sample.text for sample in read_samples(tmp_path)] == ["one\u2028two"]
     (tmp_path / "samples.jsonl").write_bytes(text.encode("utf-16"))
-    with pytest.raises(InputError, match="cannot read"):
+    with pytest.raises(InputError, match="line 1: not UTF-8"):
         read_samples(tmp_path)
 
 

@@ -79,7 +79,7 @@ def test_report_builds_from_nothing(tmp_path: Path) -> None:
     assert "Not run yet" in (tmp_path / "page.md").read_text()
 
 
-def test_the_committed_page_is_in_step_with_the_committed_files() -> None:
+def test_the_committed_page_matches_the_committed_files() -> None:
     pytest.importorskip("matplotlib")
     page = Path(__file__).parents[2] / "docs" / "performance.md"
     contents = [content for content in common.read() if content.get("benchmark") in report.TITLES]

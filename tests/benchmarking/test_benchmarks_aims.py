@@ -77,7 +77,7 @@ def test_misses_are_listed_with_their_reasons(monkeypatch: pytest.MonkeyPatch) -
     assert "| 2.00x | **missed** |" in text
     assert "| 9.00x | reached |" in text
     assert "full cache: 2.00x. Because." in text
-    assert "50.0%. No reason is given yet." in text
+    assert "50.0%. No reason given yet." in text
 
 
 def test_quick_rows_reach_nothing() -> None:

@@ -240,7 +240,7 @@ def test_compare_goes_on_when_one_method_fails(folder: Path, tmp_path: Path) -> 
     (("--prompt", "x", "--methods", ","), "names no method"),
     (("--prompt", "x", "--budgets", "0.1,2.5"), "2.5 is over 100%"),
     (("--prompt", "x", "--set", "window=4"), "not of the form method.key=value"),
-    (("--prompt", "x", "--set", "h2o.budget=0.1", "--methods", "full"), "'h2o', which is not among the methods"),
+    (("--prompt", "x", "--set", "h2o.budget=0.1", "--methods", "full"), "'h2o', which is not one of the methods"),
     (("--prompt", "x", "--set", "snapkv.windw=4", "--methods", "snapkv"), "did you mean 'window'"),
     ((), "give either --prompt (with --image) or --sample N"),
     (("--prompt", "x", "--sample", "4"), "give either --prompt"),

@@ -72,6 +72,9 @@ def test_parse(written, kind, value, text):
         ("", "cannot be read"),
         ("ten", "cannot be read"),
         ("1..5", "cannot be read"),
+        ("9" * 5000, "cannot be read"),
+        ("1e999999999", "cannot be read"),
+        ("99999999999999999999", "larger than any context"),
     ],
 )
 def test_parse_errors(written, message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import tomllib
 from collections.abc import Iterator
@@ -59,6 +60,16 @@ def test_every_method_is_in_the_table_of_methods() -> None:
     table = (ROOT / "docs/methods/index.md").read_text(encoding="utf8")
     names = re.findall(r"^\| (?:\[`(\w+)`\]\(\1\.md\)|`(full)`) \|", table, re.M)
     assert sorted(linked or full for linked, full in names) == methods.available()
+
+
+@pytest.mark.parametrize("name", [name for name in methods.available() if name != "full"])
+def test_every_option_of_a_method_is_in_its_page(name: str) -> None:
+    page = (ROOT / "docs/methods" / f"{name}.md").read_text(encoding="utf8")
+    assert re.findall(r"^## (.*)$", page, re.M)[:2] == ["What it does", "When to use it"]
+    assert re.findall(r"^## (.*)$", page, re.M)[-2:] == ["Limits", "Source"]
+    options = page.split("\n## Options\n")[1].split("\n## ")[0]
+    fields = [field.name for field in dataclasses.fields(methods.find(name)) if field.init]
+    assert [field for field in fields if not re.search(rf"^\| [^|]*`{field}`", options, re.M)] == []
 
 
 def test_paths_in_contributing_exist() -> None:

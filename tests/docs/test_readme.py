@@ -1,4 +1,4 @@
-"""The examples of the README and of the docs run, and generated tables are in step with the code."""
+"""Examples and commands of the documentation run, links resolve, and generated tables match the code."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import tiny_folder
 from typer.testing import CliRunner
 
 import foveakv
+from benchmarks.readme import BEGIN, END, block
 from foveakv.cli import app
 from foveakv.methods import registry
 
@@ -29,12 +30,13 @@ PAGES = [
 
 def blocks(page: str, language: str) -> list[str]:
     """The fenced blocks of a page in one language ("" for shell commands)."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", (ROOT / page).read_text(encoding="utf8"), re.M | re.S)
+    fences = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / page).read_text(encoding="utf8"), re.M | re.S)
+    return [text for name, text in fences if name == language]
 
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """`foveakv.load` gives a tiny model whatever the name, and a.png and b.png lie in the working folder."""
+    """`foveakv.load` gives a tiny model whatever the name, and a.png and b.png are in the working folder."""
     from foveakv import models
 
     model, processor = families.build("llava"), tiny_folder.processor()
@@ -61,26 +63,32 @@ def run(source: str, scope: dict[str, Any]) -> None:
     exec(compile(source, "example", "exec"), scope)
 
 
-def test_readme_examples(tiny: None, capsys: pytest.CaptureFixture[str]) -> None:
-    examples = blocks("README.md", "python")
-    assert len(examples) == 2
-    scope: dict[str, Any] = {}
-    for example in examples:
-        run(example, scope)
-    assert "foveakv report: hybridkv" in capsys.readouterr().out
+EXAMPLES = ["README.md", "docs/index.md", "docs/usage.md"]
+
+
+@pytest.mark.parametrize("page", EXAMPLES)
+def test_examples_run(tiny: None, page: str) -> None:
+    run_all(page)
 
 
 @pytest.mark.demo
-def test_readme_examples_with_the_embedded_model(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for i, name in enumerate(("a.png", "b.png")):
-        tiny_folder.picture(i, size=(112, 112)).save(name)
+@pytest.mark.parametrize("page", ["README.md", "docs/usage.md"])
+def test_examples_run_with_the_embedded_model(page: str) -> None:
+    run_all(page)
+
+
+def run_all(page: str) -> None:
+    examples = blocks(page, "python")
+    assert examples
     scope: dict[str, Any] = {}
-    for example in blocks("README.md", "python"):
+    for example in examples:
         run(example, scope)
-    assert "foveakv report: hybridkv" in capsys.readouterr().out
+    assert scope["session"].report.evicted > 0
+
+
+def test_measured_figures_are_those_of_the_result_files() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf8")
+    assert readme.split(BEGIN)[1].split(END)[0].strip() == block()
 
 
 def test_method_example(forgotten: None) -> None:
@@ -117,12 +125,12 @@ def test_options_of_the_command_line_are_documented() -> None:
         assert [option for option in sorted(options) if option not in page] == []
 
 
-def test_supported_models_are_in_step() -> None:
+def test_table_of_supported_models_is_up_to_date() -> None:
     table = CliRunner().invoke(app, ["models", "--markdown"]).stdout.strip()
     assert table in (ROOT / "docs/supported-models.md").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str) -> None:
+def test_links_resolve(page: str) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", (ROOT / page).read_text()):
         assert "://" in target or (ROOT / page).parent.joinpath(target).exists(), target

@@ -149,7 +149,7 @@ def test_candidates_multiply_budgets() -> None:
 def test_candidates_refuse_mistakes() -> None:
     with pytest.raises(MethodError, match="did you mean 'snapkv'"):
         candidates(["snapvk"])
-    with pytest.raises(MethodError, match="'h2o', which is not among the methods"):
+    with pytest.raises(MethodError, match="'h2o', which is not one of the methods"):
         candidates(["full"], [], {"h2o": {}})
     with pytest.raises(BudgetError):
         candidates(["snapkv"], [1.5])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,3 +104,35 @@ def test_coverage(kind: str) -> None:
     found = [interval(sample, draws=600, seed=number) for number, sample in enumerate(samples)]
     covered = sum(each.low <= truth <= each.high for each in found) / trials
     assert 0.90 <= covered <= 0.98, covered
+
+
+def test_draws_stay_within_tasks() -> None:
+    """Tasks that differ among each other but not within have no uncertainty."""
+    tasks = [np.full((5, 1), 0.2), np.full((3, 1), 0.8)]
+    found = stratified.mean(tasks, lambda means: means[..., 0])
+    assert (found.mean, found.low, found.high, found.n) == (*[pytest.approx(0.5)] * 3, 8)
+
+
+@pytest.mark.parametrize("tasks", [[], [np.zeros((0, 2))], [np.ones((4, 2)), np.zeros((0, 2))]])
+def test_stratified_without_items(tasks: list[Any]) -> None:
+    assert math.isnan(stratified.mean(tasks, stratified.difference).mean)
+
+
+def test_one_item_has_no_bounds() -> None:
+    found = stratified.mean([np.array([[0.5, 1.0]])], stratified.relative)
+    assert (found.mean, found.known) == (-0.5, False)
+
+
+def test_a_loss_of_nothing_is_no_number() -> None:
+    assert math.isnan(stratified.mean([np.zeros((3, 2))], stratified.relative).mean)
+
+
+def test_differences_are_those_of_paired() -> None:
+    """With one task, and items that some methods lack, pair by pair the same as the bootstrap of a pair."""
+    generator = np.random.default_rng(1)
+    methods = [dict(enumerate(generator.random(12))) for _ in range(4)]
+    del methods[2][5]
+    for (i, j), found in stratified.differences([[method] for method in methods]).items():
+        expected = paired(methods[i], methods[j])
+        assert (found.mean, found.n) == (pytest.approx(expected.mean), expected.n)
+        assert (found.low, found.high) == (pytest.approx(expected.low), pytest.approx(expected.high))

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from foveakv.evaluation import stratified
-from foveakv.evaluation.bootstrap import Interval, paired
+from foveakv.evaluation.bootstrap import Interval
 from foveakv.evaluation.figures import Candidate
 from foveakv.evaluation.plan import Entry, Plan
 from foveakv.evaluation.report import headline
@@ -291,38 +290,6 @@ def test_matrix_by_hand() -> None:
     assert table.notes[1].startswith("1 of 1 pairs are marked")
 
 
-def test_differences_are_those_of_paired() -> None:
-    """With one task, and items that some methods lack, pair by pair the same as the bootstrap of a pair."""
-    generator = np.random.default_rng(1)
-    methods = [dict(enumerate(generator.random(12))) for _ in range(4)]
-    del methods[2][5]
-    for (i, j), found in stratified.differences([[method] for method in methods]).items():
-        expected = paired(methods[i], methods[j])
-        assert (found.mean, found.n) == (pytest.approx(expected.mean), expected.n)
-        assert (found.low, found.high) == (pytest.approx(expected.low), pytest.approx(expected.high))
-
-
-def test_draws_stay_within_tasks() -> None:
-    """Tasks that differ among each other but not within have no uncertainty."""
-    tasks = [np.full((5, 1), 0.2), np.full((3, 1), 0.8)]
-    found = stratified.mean(tasks, lambda means: means[..., 0])
-    assert (found.mean, found.low, found.high, found.n) == (*[pytest.approx(0.5)] * 3, 8)
-
-
-@pytest.mark.parametrize("tasks", [[], [np.zeros((0, 2))], [np.ones((4, 2)), np.zeros((0, 2))]])
-def test_stratified_without_items(tasks: list[Any]) -> None:
-    assert math.isnan(stratified.mean(tasks, stratified.difference).mean)
-
-
-def test_one_item_has_no_bounds() -> None:
-    found = stratified.mean([np.array([[0.5, 1.0]])], stratified.relative)
-    assert (found.mean, found.known) == (-0.5, False)
-
-
-def test_a_loss_of_nothing_is_no_number() -> None:
-    assert math.isnan(stratified.mean([np.zeros((3, 2))], stratified.relative).mean)
-
-
 def test_static_heads_are_means_over_items_and_equal_maps_are_joined() -> None:
     maps = [[[1, 0], [1, 1]], [[1, 0], [0, 1]]]
     both = [
@@ -337,14 +304,14 @@ def test_static_heads_are_means_over_items_and_equal_maps_are_joined() -> None:
     assert (second.labels, second.share.tolist()) == (("b 0.1",), [[1]])
 
 
-def test_chunks_fetched() -> None:
+def test_retrieved_chunks() -> None:
     table = chunks(tiny())
     assert table is not None
     assert [[cell.main for cell in row] for row in table.rows] == [["a", "10%", "2", "20", "75.0", "3.0 kB"]]
     assert chunks(run(*scores("full", 1.0))) is None
 
 
-def test_budgets_are_sorted_and_told_apart() -> None:
+def test_budgets_are_sorted_and_distinguished() -> None:
     labels = ("full", "a 0.5", "a 64", "a 0.1", "b 10%")
     entries = tuple(
         Entry(label, label.split(" ")[0], {"budget": budget} if budget else {})
@@ -412,7 +379,7 @@ def test_the_order_of_lines_changes_no_interval() -> None:
     assert run(*results).cells == run(*shuffled).cells
 
 
-def test_candidates_of_one_name_are_told_apart() -> None:
+def test_candidates_of_one_name_are_distinguished() -> None:
     def series(*entries: Entry) -> list[str]:
         return [c.series for c in Summary(Plan(("t",), entries, 1), []).candidates]
 

@@ -119,7 +119,7 @@ def test_contents_that_cannot_be_read(tmp_path: Path) -> None:
         batch_inputs(processor, [[{"role": "user", "content": [{"type": "audio", "url": "a.wav"}]}]], {})
     with pytest.raises(InputError, match="not found"):
         batch_inputs(processor, [conversation({"type": "image", "url": str(tmp_path / "no.png")}, "what?")], {})
-    with pytest.raises(InputError, match="reads text only"):
+    with pytest.raises(InputError, match="only accepts text"):
         batch_inputs(tiny_folder.tokenizer(), [conversation(tiny_folder.picture(0), "what?")], {})
 
 
@@ -241,10 +241,17 @@ def test_fill_says_what_it_cannot_read(tmp_path: Path, capsys: pytest.CaptureFix
     page.write_text("| <!-- ours run gqa --> |")
     with pytest.raises(SystemExit):
         fill.main([str(page), str(tmp_path / "nowhere")])
-    assert "no folder" in capsys.readouterr().err
+    assert "nowhere is not a folder" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         fill.main([str(page), str(tmp_path)])
     assert "write TASK/METRIC" in capsys.readouterr().err
+    page.write_text("| <!-- ours run gqa/exact_match --> |")
+    (tmp_path / "run").mkdir()
+    for content, words in (("[]", "expected a JSON object"), ('{"results": []}', "results must be an object")):
+        (tmp_path / "run" / "x_results.json").write_text(content)
+        with pytest.raises(SystemExit):
+            fill.main([str(page), str(tmp_path)])
+        assert words in capsys.readouterr().err
 
 
 def test_the_marks_of_the_page_can_be_read(tmp_path: Path) -> None:

@@ -138,10 +138,10 @@ def test_prompts_of_a_folder(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{", "line 1"),
-        ('{"text": "x"}', "line 1: unknown key .text."),
-        ('{"prompt": 3}', "line 1: TypeError"),
+        ('{"text": "x"}', "line 1: unknown field .text."),
+        ('{"prompt": 3}', "line 1: prompt must be a text, got 3"),
         ('{"prompt": "x", "images": ["none.png"]}', "none.png"),
-        ("", "has no line"),
+        ("", "has no lines"),
     ],
 )
 def test_damaged_prompts(tmp_path: Path, line: str, message: str) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import platform
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -20,7 +22,7 @@ from foveakv import kernels
 from foveakv.errors import MethodError
 from foveakv.kernels import attend, blocks, build, cpu, decode_attention, reference
 from foveakv.kernels.contract import Attended
-from foveakv.memory.segments import Runs
+from foveakv.memory.runs import Runs
 
 needs_kernel = pytest.mark.skipif(cpu.problem() is not None, reason=f"no CPU kernel here: {cpu.problem()}")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
@@ -174,7 +176,7 @@ def with_chunks(
 @needs_kernel
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(("tokens", "dim", "value_dim", "q"), [(8, 128, 128, 1), (8, 80, 40, 3), (5, 72, 72, 20)])
-def test_chunks_are_read_where_they_lie(dtype: torch.dtype, tokens: int, dim: int, value_dim: int, q: int) -> None:
+def test_chunks_are_read_in_place(dtype: torch.dtype, tokens: int, dim: int, value_dim: int, q: int) -> None:
     runs = make(torch.tensor([[300, 0], [65, 1]]), dtype, dim, value_dim)
     keys = torch.randn(200, tokens * dim).to(dtype)
     values = torch.randn(200, tokens * value_dim).to(dtype)
@@ -310,6 +312,27 @@ def quick_compiler(tmp_path: Path) -> str:
     return str(script)
 
 
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind == build.instructions() else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in build.INSTRUCTIONS
+    ],
+)
+def test_it_compiles_without_warnings(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For this processor's instruction set, and as a slow test for the others of its architecture."""
+    if kind != "portable" and platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip(f"{kind} is not for {platform.machine()}")
+    monkeypatch.delenv("CXX", raising=False)
+    include = Path(torch.__file__).parent / "include"
+    command = [*build._compiler(), *build._flags(kind), "-Wall", "-Wextra", "-Werror", "-isystem", str(include)]
+    done = subprocess.run(
+        [*command, "-c", str(build.SOURCE), "-o", str(tmp_path / "kernel.o")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @needs_kernel
 def test_two_processes_build_once_and_a_spoilt_file_is_replaced(
     tmp_path: Path, quick_compiler: str, monkeypatch: pytest.MonkeyPatch
@@ -333,7 +356,7 @@ def test_two_processes_build_once_and_a_spoilt_file_is_replaced(
 
 def test_without_a_compiler_blocks_is_used_and_the_reason_said_once(tmp_path: Path) -> None:
     out, error = finish(start(tmp_path, CXX="/nowhere/c++"))
-    reason = "CXX names a compiler that is not there"
+    reason = "CXX names a compiler that does not exist"
     assert out.startswith("blocks\n")
     assert reason in out  # backend="cpu" raised
     assert error.count(reason) == 1

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from foveakv.errors import MethodError
 from foveakv.kernels import BACKENDS, attend, blocks, choose, decode_attention, problem, reference, triton_decode
 from foveakv.memory.quantizer import Quantizer
-from foveakv.memory.segments import Runs, Segments
+from foveakv.memory.runs import Runs
+from foveakv.memory.segments import Segments
 
 D, DV, UNIT = 8, 8, 16  # UNIT: strip and tile size in these tests
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -240,8 +241,8 @@ def test_auto_on_cuda(dtype: torch.dtype, dim: int, coded: bool, name: str, monk
     query: Any = SimpleNamespace(is_cuda=True, is_cpu=False, dtype=dtype, shape=torch.Size((1, 4, 1, dim)))
     runs = make(torch.tensor([[9, 5]]), dtype, dim, dim, poison=False)
     if coded:
-        codes = Quantizer.of_prompt("int8", torch.randn(1, 2, 9, dim), dim)
-        runs = replace(runs, keys=runs.keys.byte(), values=codes.encode_values(runs.values), codes=codes)
+        quantizer = Quantizer.of_prompt("int8", torch.randn(1, 2, 9, dim), dim)
+        runs = replace(runs, keys=runs.keys.byte(), values=quantizer.quantize_values(runs.values), quantizer=quantizer)
     assert choose(query, runs) == name
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from foveakv.errors import MethodError
 from foveakv.kernels import cpu
 from foveakv.kernels.paged import attend_with_pages, reads_pages
 from foveakv.memory.pages import Pages
@@ -67,7 +66,7 @@ class Case:
 
 
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
-@pytest.mark.parametrize("backend", ["auto", "cpu"])
+@pytest.mark.parametrize("backend", ["auto", "cpu", "blocks", "reference"])
 @pytest.mark.parametrize("hidden", ["nothing", "own", "pages", "both"])
 @pytest.mark.parametrize("q", [1, 3, 20])
 def test_output(q: int, hidden: str, backend: str, dtype: torch.dtype, near: float) -> None:
@@ -98,10 +97,10 @@ def test_attention_sum_is_that_of_the_own_slots() -> None:
     assert attention_sum.shape == (BATCH, HEADS, case.segments.max_length)
     assert float(attention_sum[0, 0].sum()) < GROUP
     assert float(attention_sum[0, 1].sum()) == pytest.approx(GROUP, abs=1e-5)
-    with pytest.raises(MethodError, match="needs the attention sum"):
-        attend_with_pages(
-            case.query, case.segments.runs, 0.25, case.pages, None, case.page_mask, need_attention_sum=True
-        )
+    merged = attend_with_pages(
+        case.query, case.segments.runs, 0.25, case.pages, None, torch.ones_like(case.page_mask), need_attention_sum=True
+    )
+    torch.testing.assert_close(merged.attention_sum, attention_sum)
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_it_builds_once_and_only_where_it_is_used(first_run: SimpleNamespace) ->
 
 def test_a_backend_that_cannot_be_used_is_an_error_before_the_prompt_is_read(first_run: SimpleNamespace) -> None:
     first_run.fails = True
-    with pytest.raises(MethodError, match="cpu backend is not available: there is no C.. compiler; choose"):
+    with pytest.raises(MethodError, match=r"cpu backend is not available: there is no C.. compiler; choose"):
         kernels.prepare("cpu", backend="cpu")
     with pytest.raises(MethodError, match="no attention backend 'fast'; choose 'auto' or one of"):
         kernels.prepare("cpu", backend="fast")

@@ -1,4 +1,4 @@
-"""Runs that hold codes, in all backends, against the reference; and slots that are read from full-precision copies."""
+"""Quantized runs in all backends, against the reference; and slots that are read from full-precision copies."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from test_kernels import make
 from foveakv import kernels
 from foveakv.kernels import attend, problem, reference
 from foveakv.kernels.contract import Attended
-from foveakv.memory.quantizer import Quantizer, Residual
-from foveakv.memory.segments import Runs
+from foveakv.memory.quantizer import Quantizer
+from foveakv.memory.residual import Residual
+from foveakv.memory.runs import Runs
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 CPU = [name for name in ("blocks", "cpu") if problem(name) is None]
@@ -31,9 +32,9 @@ def owners(runs: Runs) -> torch.Tensor:
 def coded(
     lengths: torch.Tensor, kind: str, dim: int, value_dim: int, window: int = 0, dtype: torch.dtype = torch.float32
 ) -> tuple[Runs, Runs]:
-    """Runs of codes, slack poisoned; and the same as numbers: decoded, or the full-precision copy where there is one.
+    """Quantized runs, slack poisoned; and the same dequantized, or the full-precision copy where there is one.
 
-    `window` entries of every run's ring, the copies of random slots; some entries are not in use.
+    `window` entries of every run's residual window, the copies of random slots; some entries are not in use.
     """
     numbers = make(lengths, torch.float32, dim, value_dim, poison=False)
     numbers.keys *= torch.linspace(0.1, 4, dim)  # channels of different ranges
@@ -43,14 +44,14 @@ def coded(
     padded = torch.zeros(total, longest, dim)
     for run in range(total):
         padded[run, : int(numbers.length[run])] = numbers.keys[owner == run]
-    codes = Quantizer.of_prompt(kind, padded.view(*lengths.shape, longest, dim), value_dim)
-    rows = codes.encode_key_rows(numbers.keys, owner.clamp_min(0)), codes.encode_values(numbers.values)
+    quantizer = Quantizer.of_prompt(kind, padded.view(*lengths.shape, longest, dim), value_dim)
+    rows = quantizer.quantize_key_rows(numbers.keys, owner.clamp_min(0)), quantizer.quantize_values(numbers.values)
     for part in rows:
         part[~stored] = 255  # scale and zero of the values: NaN
-    runs = replace(numbers, keys=rows[0], values=rows[1], codes=codes)
+    runs = replace(numbers, keys=rows[0], values=rows[1], quantizer=quantizer)
     truth = replace(numbers, keys=torch.zeros_like(numbers.keys), values=torch.zeros_like(numbers.values))
-    truth.keys[stored] = codes.decode_keys(rows[0][stored], owner[stored])
-    truth.values[stored] = codes.decode_values(rows[1][stored])
+    truth.keys[stored] = quantizer.dequantize_keys(rows[0][stored], owner[stored])
+    truth.values[stored] = quantizer.dequantize_values(rows[1][stored])
     if window:
         keys, values = torch.randn(total, window, dim).to(dtype), torch.randn(total, window, value_dim).to(dtype)
         entry = torch.randint(0, window, stored.shape, dtype=torch.int16)  # slack is poisoned
@@ -60,7 +61,7 @@ def coded(
             slots, entries = torch.randperm(length)[:count] + start, torch.randperm(window)[:count]
             entry[slots] = entries.to(torch.int16)
             truth.keys[slots], truth.values[slots] = keys[run, entries].float(), values[run, entries].float()
-        runs = replace(runs, exact=Residual(keys, values, entry))
+        runs = replace(runs, residual=Residual(keys, values, entry))
     return runs, truth
 
 
@@ -127,18 +128,18 @@ def test_all_backends_agree(
 @pytest.mark.parametrize("backend", CPU)
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_one_number_that_is_none_spoils_its_run_alone(backend: str, kind: str) -> None:
-    """A token whose values were not finite decodes to NaN; other runs never see it."""
+    """A token whose values were not finite becomes NaN; other runs never see it."""
     runs, _ = coded(torch.tensor([[90, 90, 20]]), kind, 32, 32)
     query = torch.randn(1, 6, 1, 32)
     want = reference.attend(query, runs, 0.2).out
-    assert runs.codes is not None
-    runs.values[int(runs.start[1]) + 7] = runs.codes.encode_values(torch.full((32,), torch.nan))
+    assert runs.quantizer is not None
+    runs.values[int(runs.start[1]) + 7] = runs.quantizer.quantize_values(torch.full((32,), torch.nan))
     got = attend(query, runs, 0.2, backend=backend).out
     assert torch.allclose(got[:, [0, 1, 4, 5]], want[:, [0, 1, 4, 5]], atol=1e-5)
     assert got[:, 2:4].isnan().all()
 
 
-def test_auto_reads_codes_where_they_lie() -> None:
+def test_auto_reads_quantized_slots_in_place() -> None:
     runs, _ = coded(torch.tensor([[90, 20]]), "int8", 32, 32, 8)
     query = torch.randn(1, 6, 1, 32)
     assert kernels.choose(query, runs) == CPU[-1]

@@ -26,7 +26,8 @@ from test_quantized_kernels import coded
 from foveakv import kernels
 from foveakv.errors import MethodError
 from foveakv.kernels import reference, triton_decode
-from foveakv.memory.segments import Runs, Segments
+from foveakv.memory.runs import Runs
+from foveakv.memory.segments import Segments
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip(
@@ -193,15 +194,15 @@ def test_equal_to_reference(case: tuple[torch.Tensor, Runs, torch.Tensor | None]
 @pytest.mark.parametrize(
     ("kind", "dim", "value_dim"), [("int8", 80, 80), ("int8", 16, 7), ("int4", 64, 40), ("int4", 8, 8)]
 )
-def test_codes(kind: str, dim: int, value_dim: int, dtype: torch.dtype) -> None:
+def test_quantized(kind: str, dim: int, value_dim: int, dtype: torch.dtype) -> None:
     """Codes, some slots of which have copies, and others that are attended elsewhere: as the reference has it."""
     runs, _ = coded(torch.tensor([[70, 0], [33, 5]]), kind, dim, value_dim, 8)
     runs = to_device(runs)
     close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
     query = torch.randn(2, 6, 2, dim).to(DEVICE, dtype)
     mask = torch.rand(2, 1, 2, 70).to(DEVICE) < 0.5
-    for exact, other, seen in ((None, None, None), (runs.exact, query[..., 0].float() * 3, mask)):
-        here = dataclasses.replace(runs, exact=exact)
+    for residual, other, seen in ((None, None, None), (runs.residual, query[..., 0].float() * 3, mask)):
+        here = dataclasses.replace(runs, residual=residual)
         arguments = (query, here, dim**-0.5, seen)
         want, got = (
             kernels.attend(*arguments, need_attention_sum=True, need_lse=True, other_lse=other, backend=name)
@@ -213,7 +214,7 @@ def test_codes(kind: str, dim: int, value_dim: int, dtype: torch.dtype) -> None:
 
 def to_device(runs: Runs) -> Runs:
     moved = {name: getattr(runs, name).to(DEVICE) for name in ("keys", "values", "positions", "start", "length")}
-    for name in ("codes", "exact"):
+    for name in ("quantizer", "residual"):
         part = getattr(runs, name)
         tensors = {key: value.to(DEVICE) for key, value in vars(part).items() if isinstance(value, torch.Tensor)}
         moved[name] = dataclasses.replace(part, **tensors)

@@ -1,4 +1,4 @@
-"""Slots as codes: the memory's operations bit by bit, then whole models with `kv_dtype`."""
+"""Quantized slots: every operation of the memory, bit by bit."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from foveakv.memory.layout import slack
 from foveakv.memory.quantizer import Quantizer
-from foveakv.memory.segments import Segments, slack
+from foveakv.memory.segments import Segments
 
 D, DV = 6, 4
 KINDS = ["int8", "int4"]
@@ -21,16 +22,17 @@ KINDS = ["int8", "int4"]
 
 
 class Twin:
-    """Segments of codes beside plain ones that hold, as their keys, nothing but each token's number.
+    """Quantized segments beside plain ones that hold, as their keys, nothing but each token's number.
 
-    Whatever is done to both, slot m of a run must hold the codes of the token whose number the plain ones have there,
-    made once with the scales of the run in which it began, and an exact copy iff the ring's simple model says so.
+    Whatever is done to both, slot m of a run must hold the bytes of the token whose number the plain ones have there,
+    quantized once with the scales of the run in which it began, and a full-precision copy iff the window's simple
+    model says so.
     """
 
     def __init__(self, rng: random.Random, kind: str, window: int, dtype: torch.dtype) -> None:
         self.rng, self.window, self.dtype = rng, window, dtype
         batch, heads, columns = rng.randint(1, 3), rng.randint(1, 3), rng.choice([1, 7, 33, 60])
-        self.keys: list[Tensor] = []  # by number: the token's key and value as they came, and their codes
+        self.keys: list[Tensor] = []  # by number: the token's key and value as they came, and their bytes
         self.values: list[Tensor] = []
         self.rows: list[tuple[Tensor, Tensor]] = []
         keep = torch.rand(batch, heads, columns) < rng.choice([0.2, 0.7, 1.0])
@@ -43,7 +45,7 @@ class Twin:
         real = torch.rand(batch, columns) < 0.9
         real[:, -1] = True
         keep = keep & real[:, None]
-        self.codes = Quantizer.of_prompt(kind, keys, DV, real)
+        self.quantizer = Quantizer.of_prompt(kind, keys, DV, real)
         self.origin = list(range(batch * heads))
         positions = torch.arange(columns).repeat(batch, 1)
         self.segments = Segments.from_dense(
@@ -53,11 +55,11 @@ class Twin:
         for segments in (self.segments, self.plain):
             segments.add_field("score", fill=0.5)
         self.seen, self.next = columns, 0
-        self.ring = [[-1] * window for _ in self.origin]
+        self.newest = [[-1] * window for _ in self.origin]
         ids = self.ids()
         for run, stored in enumerate(self.lengths()):
             newest = ids[run, max(0, stored - window) : stored].tolist()
-            self.ring[run][window - len(newest) :] = newest
+            self.newest[run][window - len(newest) :] = newest
 
     def tokens(self, keys: Tensor, values: Tensor) -> Tensor:
         """Numbers [B, H, n, 1] of new tokens, which are recorded."""
@@ -68,7 +70,7 @@ class Twin:
 
     def record(self, keys: Tensor, values: Tensor, runs: Tensor) -> None:
         origin = torch.tensor(self.origin)[runs]
-        rows = self.codes.encode_key_rows(keys, origin), self.codes.encode_values(values)
+        rows = self.quantizer.quantize_key_rows(keys, origin), self.quantizer.quantize_values(values)
         self.keys += keys.clone().unbind()
         self.values += values.clone().unbind()
         self.rows += zip(*(part.unbind() for part in rows), strict=True)
@@ -95,7 +97,7 @@ class Twin:
         for i in range(max(0, q - self.window), q):
             for run, number in enumerate(numbers[:, :, i].reshape(-1).long().tolist()):
                 if self.window:
-                    self.ring[run][self.next] = number
+                    self.newest[run][self.next] = number
             self.next = (self.next + 1) % max(1, self.window)
 
     def crop(self, end: int) -> None:
@@ -112,7 +114,7 @@ class Twin:
         self.both("select_sequences", torch.tensor(index))
         former = [i * heads + h for i in index for h in range(heads)]
         self.origin = [self.origin[run] for run in former]
-        self.ring = [list(self.ring[run]) for run in former]
+        self.newest = [list(self.newest[run]) for run in former]
 
     def write(self) -> None:
         places = [(run, slot) for run, stored in enumerate(self.lengths()) for slot in range(stored)]
@@ -167,10 +169,10 @@ class Twin:
         assert segments.runs.uniform == plain.runs.uniform
         runs = segments.runs
         assert runs.keys.dtype == runs.values.dtype == torch.uint8
-        assert runs.codes is segments.codes
+        assert runs.quantizer is segments.quantizer
         keys, values = (part.flatten(0, 1) for part in segments.gather())
         assert keys.dtype == values.dtype == self.dtype
-        assert torch.equal(runs.codes.key_scale, self.codes.key_scale[self.origin])
+        assert torch.equal(runs.quantizer.key_scale, self.quantizer.key_scale[self.origin])
         for run, stored in enumerate(self.lengths()):
             start = int(runs.start[run])
             for slot in range(stored):
@@ -178,24 +180,29 @@ class Twin:
                 got = runs.keys[row], runs.values[row]
                 want = self.rows[number] if number >= 0 else [torch.zeros_like(part) for part in got]
                 assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-                entry = -1 if runs.exact is None else int(runs.exact.slot_entry[row])
-                assert (entry >= 0) == (number >= 0 and number in self.ring[run]), (run, slot, number, self.ring[run])
+                entry = -1 if runs.residual is None else int(runs.residual.slot_entry[row])
+                assert (entry >= 0) == (number >= 0 and number in self.newest[run]), (
+                    run,
+                    slot,
+                    number,
+                    self.newest[run],
+                )
                 if entry >= 0:
-                    assert torch.equal(runs.exact.keys[run, entry], self.keys[number])
-                    assert torch.equal(runs.exact.values[run, entry], self.values[number])
+                    assert torch.equal(runs.residual.keys[run, entry], self.keys[number])
+                    assert torch.equal(runs.residual.values[run, entry], self.values[number])
                     assert torch.equal(keys[run, slot], self.keys[number])
                     assert torch.equal(values[run, slot], self.values[number])
                 else:
-                    assert torch.equal(keys[run, slot], runs.codes.decode_keys(got[0], run).to(self.dtype))
-                    assert torch.equal(values[run, slot], runs.codes.decode_values(got[1]).to(self.dtype))
+                    assert torch.equal(keys[run, slot], runs.quantizer.dequantize_keys(got[0], run).to(self.dtype))
+                    assert torch.equal(values[run, slot], runs.quantizer.dequantize_values(got[1]).to(self.dtype))
             assert not keys[run, stored:].any()
             assert not values[run, stored:].any()
-            used = [] if runs.exact is None else runs.exact.slot_entry[start : start + stored].tolist()
+            used = [] if runs.residual is None else runs.residual.slot_entry[start : start + stored].tolist()
             used = [entry for entry in used if entry >= 0]
             assert len(set(used)) == len(used)
-        held = {runs.keys, runs.values, runs.positions, runs.codes.key_scale, runs.codes.key_zero}
+        held = {runs.keys, runs.values, runs.positions, runs.quantizer.key_scale, runs.quantizer.key_zero}
         held |= {segments._fields[name] for name in segments._fields}
-        held |= set() if runs.exact is None else {runs.exact.keys, runs.exact.values}
+        held |= set() if runs.residual is None else {runs.residual.keys, runs.residual.values}
         assert segments.held_nbytes == sum(tensor.untyped_storage().nbytes() for tensor in held)
         assert segments.nbytes + segments.side_nbytes == segments.held_nbytes + 2 * 8 * len(self.origin)
 
@@ -223,15 +230,15 @@ def made(kind: str, columns: int, window: int = 32, heads: int = 2, dim: int = 3
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("window", [0, 1, 8])
-def test_the_newest_tokens_are_exact(kind: str, window: int) -> None:
+def test_the_newest_tokens_have_copies(kind: str, window: int) -> None:
     segments = made(kind, 40, window)
     for position in range(40, 60):
         segments.append(torch.randn(1, 2, 1, 32), torch.randn(1, 2, 1, 32), torch.tensor([[position]]))
-        exact = segments.runs.exact
+        residual = segments.runs.residual
         if window == 0:
-            assert exact is None
+            assert residual is None
             continue
-        entries = segments.field("exact")[0]
+        entries = segments.field("residual")[0]
         positions = segments.positions()[0]
         assert torch.equal(entries >= 0, positions > position - window)
         assert all(
@@ -240,7 +247,7 @@ def test_the_newest_tokens_are_exact(kind: str, window: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_bytes_are_those_of_codes_scales_and_ring(kind: str) -> None:
+def test_bytes_are_those_of_rows_scales_and_window(kind: str) -> None:
     columns, heads, dim, window = 1000, 2, 32, 16
     segments = made(kind, columns, window, heads, dim)
     capacity = columns + slack(columns)
@@ -253,21 +260,21 @@ def test_bytes_are_those_of_codes_scales_and_ring(kind: str) -> None:
     assert segments.nbytes <= heads * ((50 + 2 * slack(50)) * row + window * 2 * dim * 4)
 
 
-def test_nothing_is_encoded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Appends encode what is new, and nothing else encodes at all."""
+def test_nothing_is_quantized_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Appends quantize what is new, and nothing else quantizes at all."""
     segments = made("int8", 100)
     segments.add_field("score")
-    encoded = []
-    for name in ("encode_keys", "encode_key_rows", "encode_values"):
+    quantized = []
+    for name in ("quantize_keys", "quantize_key_rows", "quantize_values"):
         original = getattr(Quantizer, name)
 
         def counted(self: Quantizer, rows: Tensor, *args: Tensor, original=original) -> Tensor:  # type: ignore[no-untyped-def]
-            encoded.append(rows.shape[:-1].numel())
+            quantized.append(rows.shape[:-1].numel())
             return original(self, rows, *args)
 
         monkeypatch.setattr(Quantizer, name, counted)
     segments.append(torch.randn(1, 2, 20, 32), torch.randn(1, 2, 20, 32), torch.arange(100, 120)[None])
-    assert encoded == [40, 40]
+    assert quantized == [40, 40]
     segments.keep(torch.rand(1, 2, 120) < 0.9)
     segments.evict(torch.tensor([[[3, 5]]]), [2])
     segments.select_sequences(torch.tensor([0, 0]))
@@ -275,11 +282,11 @@ def test_nothing_is_encoded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     segments.crop(80)
     segments.extend_blank(torch.tensor([1, 0, 0, 3]))
     copy.deepcopy(segments).gather()
-    assert encoded == [40, 40]
+    assert quantized == [40, 40]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_beams_move_codes_and_nothing_else(kind: str) -> None:
+def test_beams_move_bytes_and_nothing_else(kind: str) -> None:
     keys, values = torch.randn(3, 2, 50, 8), torch.randn(3, 2, 50, 8)
     keep = torch.rand(3, 2, 50) < 0.6
     segments = Segments.from_dense(keys, values, keep, torch.arange(50).repeat(3, 1), kv_dtype=kind, residual_length=4)
@@ -289,8 +296,13 @@ def test_beams_move_codes_and_nothing_else(kind: str) -> None:
         found = []
         for run in range(2 * sequence, 2 * sequence + 2):
             rows = slice(int(runs.start[run]), int(runs.start[run] + runs.length[run]))
-            found += [runs.keys[rows], runs.values[rows], runs.exact.slot_entry[rows]]
-            found += [runs.exact.keys[run], runs.exact.values[run], runs.codes.key_scale[run], runs.codes.key_zero[run]]
+            found += [runs.keys[rows], runs.values[rows], runs.residual.slot_entry[rows]]
+            found += [
+                runs.residual.keys[run],
+                runs.residual.values[run],
+                runs.quantizer.key_scale[run],
+                runs.quantizer.key_zero[run],
+            ]
         return [part.clone() for part in found]
 
     before = [bits(sequence) for sequence in range(3)]
@@ -313,8 +325,8 @@ def test_ranges_come_from_the_whole_prompt_and_padding_has_no_say() -> None:
     segments = Segments.from_dense(
         keys, values, keep, torch.arange(40)[None], kv_dtype="int4", residual_length=0, real=real
     )
-    assert segments.codes is not None
-    torch.testing.assert_close(segments.codes.key_zero + 15 * segments.codes.key_scale, torch.full((1, 4), 9.0))
+    assert segments.quantizer is not None
+    torch.testing.assert_close(segments.quantizer.key_zero + 15 * segments.quantizer.key_scale, torch.full((1, 4), 9.0))
 
 
 def test_made_under_inference_mode_and_changed_outside() -> None:
@@ -338,7 +350,7 @@ def test_steady_decoding_stays_in_place() -> None:
     for step in range(60):
         segments.append(torch.randn(1, 2, 1, 32), torch.randn(1, 2, 1, 32), torch.tensor([[200 + step]]))
         segments.evict(7, [1])
-        places.add((segments.runs.keys.data_ptr(), segments.runs.exact.keys.data_ptr()))
+        places.add((segments.runs.keys.data_ptr(), segments.runs.residual.keys.data_ptr()))
     assert len(places) == 1
     assert segments.max_length == 200
 
@@ -361,13 +373,13 @@ def test_moved_slots_lose_their_copies_too() -> None:
         segments.append(torch.randn(1, 2, 1, 32), torch.randn(1, 2, 1, 32), torch.tensor([[position]]))
 
     segments.evict(2, [1])  # the newest slot moves there with its copy
-    assert segments.field("exact")[0, 0, 2] == 3
+    assert segments.field("residual")[0, 0, 2] == 3
     for position in (20, 21, 22):
         append(position)
     segments.crop(20)
     for position in (20, 21, 22, 23):
         append(position)
-    entries = segments.field("exact")[0]
+    entries = segments.field("residual")[0]
     assert bool((entries[:, 2] == -1).all())
     assert entries[:, -4:].sort(-1).values.tolist() == [[0, 1, 2, 3]] * 2
     assert int((entries >= 0).sum()) == 2 * 4

@@ -18,7 +18,7 @@ from foveakv.memory.quantizer import Quantizer
 
 KINDS = ["int8", "int4"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
-EPS = 2.0**-22  # rounding of the float32 arithmetic around the codes, relative to the largest number
+EPS = 2.0**-22  # rounding of the float32 arithmetic around the levels, relative to the largest number
 
 
 def of(kind: str, keys: Tensor, values: Tensor, real: Tensor | None = None) -> Quantizer:
@@ -30,22 +30,22 @@ def flat(keys: Tensor) -> Tensor:
     return keys.flatten(0, 1)
 
 
-def every_run(codes: Quantizer, rows: Tensor) -> Tensor:
+def every_run(quantizer: Quantizer, rows: Tensor) -> Tensor:
     """Decoded keys of rows [R, n, K]."""
-    return codes.decode_keys(rows, torch.arange(len(rows))[:, None])
+    return quantizer.dequantize_keys(rows, torch.arange(len(rows))[:, None])
 
 
-def plain_decode(codes: Quantizer, rows: Tensor, run: int) -> tuple[np.ndarray, np.ndarray]:
-    """The format in words of one byte each: codes [n, D] of a run's keys as whole numbers, and keys in double."""
+def plain_decode(quantizer: Quantizer, rows: Tensor, run: int) -> tuple[np.ndarray, np.ndarray]:
+    """The format in words of one byte each: levels [n, D] of a run's keys as whole numbers, and keys in double."""
     data = rows.numpy()
-    if codes.kind == "int8":
+    if quantizer.kind == "int8":
         numbers = data.astype(np.int64)
     else:
-        numbers = np.zeros((len(data), codes.dim), dtype=np.int64)
-        for i in range(codes.dim // 2):
+        numbers = np.zeros((len(data), quantizer.dim), dtype=np.int64)
+        for i in range(quantizer.dim // 2):
             numbers[:, 2 * i] = data[:, i] % 16
             numbers[:, 2 * i + 1] = data[:, i] // 16
-    scale, zero = codes.key_scale[run].double().numpy(), codes.key_zero[run].double().numpy()
+    scale, zero = quantizer.key_scale[run].double().numpy(), quantizer.key_zero[run].double().numpy()
     return numbers, numbers * scale + zero
 
 
@@ -56,39 +56,39 @@ def plain_decode(codes: Quantizer, rows: Tensor, run: int) -> tuple[np.ndarray, 
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
 def test_rows_are_as_described(kind: str, dim: int) -> None:
     keys, values = torch.randn(2, 3, 9, dim), torch.randn(2, 3, 9, dim)
-    codes = of(kind, keys, values)
+    quantizer = of(kind, keys, values)
     half = 1 if kind == "int8" else 2
-    assert (codes.key_bytes, codes.value_bytes) == (dim // half, dim // half + 4)
-    rows = codes.encode_keys(flat(keys))
+    assert (quantizer.key_bytes, quantizer.value_bytes) == (dim // half, dim // half + 4)
+    rows = quantizer.quantize_keys(flat(keys))
     assert rows.dtype == torch.uint8
-    assert rows.shape == (6, 9, codes.key_bytes)
+    assert rows.shape == (6, 9, quantizer.key_bytes)
     for run in range(6):
-        numbers, decoded = plain_decode(codes, rows[run], run)
-        assert numbers.max() <= codes.levels
-        torch.testing.assert_close(codes.decode_keys(rows[run], run), torch.tensor(decoded).float())
-    rows = codes.encode_values(values)
-    assert rows.shape == (2, 3, 9, codes.value_bytes)
+        numbers, decoded = plain_decode(quantizer, rows[run], run)
+        assert numbers.max() <= quantizer.levels
+        torch.testing.assert_close(quantizer.dequantize_keys(rows[run], run), torch.tensor(decoded).float())
+    rows = quantizer.quantize_values(values)
+    assert rows.shape == (2, 3, 9, quantizer.value_bytes)
     row = rows[1, 2, 4].numpy().tobytes()
     scale, zero = np.frombuffer(row[-4:], dtype="<f2").astype(np.float64)
     first = row[0] if kind == "int8" else row[0] & 15
     second = row[1] if kind == "int8" else row[0] >> 4
-    decoded = codes.decode_values(rows)[1, 2, 4]
+    decoded = quantizer.dequantize_values(rows)[1, 2, 4]
     assert decoded[0].item() == pytest.approx(first * scale + zero, rel=1e-6, abs=1e-7)
     assert decoded[1].item() == pytest.approx(second * scale + zero, rel=1e-6, abs=1e-7)
-    scales, zeros = codes.value_scales(rows)
+    scales, zeros = quantizer.value_scales(rows)
     assert (scales[1, 2, 4].item(), zeros[1, 2, 4].item()) == (scale, zero)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranges_are_those_of_the_formula(kind: str) -> None:
     keys = torch.randn(2, 3, 50, 8)
-    codes = of(kind, keys, keys)
+    quantizer = of(kind, keys, keys)
     low, high = flat(keys).amin(1), flat(keys).amax(1)
     margin = (high - low) / 8 if kind == "int8" else torch.zeros_like(low)
-    torch.testing.assert_close(codes.key_zero, low - margin)
-    torch.testing.assert_close(codes.key_scale * codes.levels, high - low + 2 * margin)
-    assert codes.key_scale.dtype == codes.key_zero.dtype == torch.float32
-    assert codes.nbytes == 2 * 6 * 8 * 4
+    torch.testing.assert_close(quantizer.key_zero, low - margin)
+    torch.testing.assert_close(quantizer.key_scale * quantizer.levels, high - low + 2 * margin)
+    assert quantizer.key_scale.dtype == quantizer.key_zero.dtype == torch.float32
+    assert quantizer.nbytes == 2 * 6 * 8 * 4
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,14 +96,14 @@ def test_only_real_columns_count(kind: str) -> None:
     keys = torch.randn(2, 3, 20, 6)
     padded = torch.cat([torch.full((2, 3, 4, 6), 1e6), keys], 2)
     real = torch.arange(24).repeat(2, 1) >= torch.tensor([[4], [9]])
-    codes = of(kind, padded, keys, real)
+    quantizer = of(kind, padded, keys, real)
     alone = [of(kind, keys[:1], keys[:1]), of(kind, keys[1:, :, 5:], keys[1:])]
-    assert torch.equal(codes.key_scale, torch.cat([part.key_scale for part in alone]))
-    assert torch.equal(codes.key_zero, torch.cat([part.key_zero for part in alone]))
+    assert torch.equal(quantizer.key_scale, torch.cat([part.key_scale for part in alone]))
+    assert torch.equal(quantizer.key_zero, torch.cat([part.key_zero for part in alone]))
     nothing = of(kind, padded, keys, torch.zeros_like(real))
     assert not nothing.key_scale.any()
     assert not nothing.key_zero.any()
-    assert torch.equal(every_run(nothing, nothing.encode_keys(flat(keys))), torch.zeros(6, 20, 6))
+    assert torch.equal(every_run(nothing, nothing.quantize_keys(flat(keys))), torch.zeros(6, 20, 6))
     empty = of(kind, keys[:, :, :0], keys)
     assert torch.equal(empty.key_scale, nothing.key_scale)
 
@@ -133,49 +133,49 @@ def tensors(draw: st.DrawFn) -> tuple[str, Tensor, Tensor]:
 @given(tensors())
 def test_no_number_is_further_than_half_a_step(case: tuple[str, Tensor, Tensor]) -> None:
     kind, keys, values = case
-    codes = of(kind, keys, values)
-    decoded = every_run(codes, codes.encode_keys(flat(keys)))
-    bound = codes.key_scale[:, None] / 2 + flat(keys).float().abs().amax() * EPS
+    quantizer = of(kind, keys, values)
+    decoded = every_run(quantizer, quantizer.quantize_keys(flat(keys)))
+    bound = quantizer.key_scale[:, None] / 2 + flat(keys).float().abs().amax() * EPS
     assert bool(((decoded - flat(keys).float()).abs() <= bound).all())
-    rows = codes.encode_values(values)
-    scale, zero = codes.value_scales(rows)
+    rows = quantizer.quantize_values(values)
+    scale, zero = quantizer.value_scales(rows)
     numbers = values.float()
     bound = scale[..., None] / 2 + numbers.abs().amax(-1, keepdim=True) * EPS
-    assert bool(((codes.decode_values(rows) - numbers).abs() <= bound).all())
+    assert bool(((quantizer.dequantize_values(rows) - numbers).abs() <= bound).all())
     # The range of a token is hardly wider than its numbers: float16 rounds by at most 2^-10, or 2^-24 near zero.
     low, high = numbers.aminmax(dim=-1)
     assert bool(((zero <= low) | (zero - low <= 2**-25)).all())
     assert bool((zero >= low - low.abs() * 2**-10 - 2**-24).all())
-    assert bool((zero + scale * codes.levels >= high - high.abs() * EPS).all())
+    assert bool((zero + scale * quantizer.levels >= high - high.abs() * EPS).all())
     widest = (high - low) + low.abs() * 2**-10 + 2**-24
-    assert bool((scale * codes.levels <= widest * (1 + 2**-9) + codes.levels * 2**-23).all())
+    assert bool((scale * quantizer.levels <= widest * (1 + 2**-9) + quantizer.levels * 2**-23).all())
 
 
 @settings(max_examples=100, deadline=None)
 @given(tensors())
-def test_decoded_keys_have_the_same_codes(case: tuple[str, Tensor, Tensor]) -> None:
+def test_dequantized_keys_have_the_same_levels(case: tuple[str, Tensor, Tensor]) -> None:
     """Codes of decoded numbers: the same again, so that one loss is all there is."""
     kind, keys, values = case
-    codes = of(kind, keys, values)
-    rows = codes.encode_keys(flat(keys))
-    decoded = every_run(codes, rows)
-    fine = (codes.key_scale > codes.key_zero.abs() * 2**-18)[:, None]  # float32 can tell its codes apart
-    again = every_run(codes, codes.encode_keys(decoded))
+    quantizer = of(kind, keys, values)
+    rows = quantizer.quantize_keys(flat(keys))
+    decoded = every_run(quantizer, rows)
+    fine = (quantizer.key_scale > quantizer.key_zero.abs() * 2**-18)[:, None]  # float32 distinguishes its levels
+    again = every_run(quantizer, quantizer.quantize_keys(decoded))
     assert torch.equal(again.where(fine, 0), decoded.where(fine, 0))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_keys_beyond_the_range_become_its_ends(kind: str) -> None:
     keys = torch.randn(1, 1, 30, 4)
-    codes = of(kind, keys, keys)
-    low, high = codes.key_zero[0], codes.key_zero[0] + codes.key_scale[0] * codes.levels
+    quantizer = of(kind, keys, keys)
+    low, high = quantizer.key_zero[0], quantizer.key_zero[0] + quantizer.key_scale[0] * quantizer.levels
     later = torch.stack([keys[0, 0].amin(0) - 100, keys[0, 0].amax(0) + 100])[None]
-    decoded = every_run(codes, codes.encode_keys(later))[0]
+    decoded = every_run(quantizer, quantizer.quantize_keys(later))[0]
     torch.testing.assert_close(decoded, torch.stack([low, high]))
     if kind == "int8":  # an eighth more on each side for tokens to come
         edge = keys[0, 0].amax(0) + (keys[0, 0].amax(0) - keys[0, 0].amin(0)) * 0.12
-        got = every_run(codes, codes.encode_keys(edge[None, None]))[0, 0]
-        assert bool(((got - edge).abs() <= codes.key_scale[0] * 0.501).all())
+        got = every_run(quantizer, quantizer.quantize_keys(edge[None, None]))[0, 0]
+        assert bool(((got - edge).abs() <= quantizer.key_scale[0] * 0.501).all())
 
 
 # ---- constants
@@ -187,15 +187,15 @@ def test_keys_beyond_the_range_become_its_ends(kind: str) -> None:
 def test_constant_channels_and_tokens_are_exact(kind: str, dtype: torch.dtype, constant: float) -> None:
     keys = torch.randn(1, 2, 7, 4, dtype=dtype)
     keys[..., 1] = constant
-    codes = of(kind, keys, keys)
-    decoded = every_run(codes, codes.encode_keys(flat(keys)))
+    quantizer = of(kind, keys, keys)
+    decoded = every_run(quantizer, quantizer.quantize_keys(flat(keys)))
     assert torch.equal(decoded[..., 1], keys[0, ..., 1].float())
     token = torch.full((4,), constant, dtype=dtype)
-    got = codes.decode_values(codes.encode_values(token))
+    got = quantizer.dequantize_values(quantizer.quantize_values(token))
     if torch.equal(token.half().to(dtype), token):
         assert torch.equal(got, token.float())
     else:  # the float16 below it, and a last step of 1/510 or 1/30 of the rest
-        assert bool(((got - token.float()).abs() <= token.float().abs() * 2**-10 / codes.levels + 2**-24).all())
+        assert bool(((got - token.float()).abs() <= token.float().abs() * 2**-10 / quantizer.levels + 2**-24).all())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -204,8 +204,8 @@ def test_tokens_of_any_constant_float16(kind: str, dtype: torch.dtype) -> None:
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.float16)
     every = every[torch.isfinite(every)].to(dtype)
     every = every[every.half().to(dtype) == every]
-    codes = of(kind, torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
-    got = codes.decode_values(codes.encode_values(every[:, None].expand(-1, 2)))
+    quantizer = of(kind, torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
+    got = quantizer.dequantize_values(quantizer.quantize_values(every[:, None].expand(-1, 2)))
     assert torch.equal(got, every.float()[:, None].expand(-1, 2))
 
 
@@ -219,33 +219,33 @@ def test_what_is_not_finite_stays_with_its_token(kind: str, dtype: torch.dtype, 
     clean_keys, clean_values = (torch.randn(1, 2, 10, 6, dtype=dtype) for _ in range(2))
     keys, values = clean_keys.clone(), clean_values.clone()
     keys[0, 1, 3, 2], values[0, 1, 3, 2] = odd, odd
-    codes = of(kind, keys, values)
+    quantizer = of(kind, keys, values)
     others = torch.ones(2, 10, dtype=torch.bool)
     others[1, 3] = False
-    decoded = every_run(codes, codes.encode_keys(flat(keys)))
+    decoded = every_run(quantizer, quantizer.quantize_keys(flat(keys)))
     assert torch.isfinite(decoded).all()
-    low, high = codes.key_zero[1, 2], codes.key_zero[1, 2] + codes.key_scale[1, 2] * codes.levels
+    low, high = quantizer.key_zero[1, 2], quantizer.key_zero[1, 2] + quantizer.key_scale[1, 2] * quantizer.levels
     torch.testing.assert_close(decoded[1, 3, 2], high if odd == torch.inf else low)
-    bound = codes.key_scale[:, None] * 0.501
+    bound = quantizer.key_scale[:, None] * 0.501
     assert bool(((decoded - flat(clean_keys).float()).abs() <= bound)[others].all())
-    rows = codes.encode_values(values)
-    decoded = codes.decode_values(rows)[0]
+    rows = quantizer.quantize_values(values)
+    decoded = quantizer.dequantize_values(rows)[0]
     assert torch.isnan(decoded[1, 3]).all()
-    assert torch.equal(decoded[others], codes.decode_values(codes.encode_values(clean_values))[0][others])
+    assert torch.equal(decoded[others], quantizer.dequantize_values(quantizer.quantize_values(clean_values))[0][others])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_very_large_numbers(kind: str) -> None:
     """Up to 65504 downwards and some multiple of it upwards there is a scale; beyond, a token is NaN and says so."""
     values = torch.tensor([[-65504.0, 0, 65504, 5], [6e4, 8e4, 9e4, 1e5], [-1e5, 0, 0, 0], [7e4] * 4, [0, 0, 0, 1e38]])
-    codes = of(kind, torch.zeros(1, 1, 1, 4), values)
-    rows = codes.encode_values(values)
-    decoded, scale = codes.decode_values(rows), codes.value_scales(rows)[0][:, None]
+    quantizer = of(kind, torch.zeros(1, 1, 1, 4), values)
+    rows = quantizer.quantize_values(values)
+    decoded, scale = quantizer.dequantize_values(rows), quantizer.value_scales(rows)[0][:, None]
     assert bool(((decoded - values).abs() <= scale / 2 * 1.001)[:2].all())
     assert torch.isnan(decoded[2:]).all()
     keys = torch.tensor([3e38, -3e38, 0.0, 1.0]).view(1, 1, 4, 1).expand(-1, -1, -1, 4)
-    codes = of(kind, keys, values)
-    assert torch.isfinite(every_run(codes, codes.encode_keys(flat(keys)))).all()
+    quantizer = of(kind, keys, values)
+    assert torch.isfinite(every_run(quantizer, quantizer.quantize_keys(flat(keys)))).all()
 
 
 @settings(max_examples=300, deadline=None)
@@ -264,35 +264,35 @@ def test_rounding_down_to_float16(numbers: list[float]) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_pieces_and_single_rows_give_the_same_codes(
+def test_pieces_and_single_rows_give_the_same_bytes(
     kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys, values = torch.randn(2, 3, 31, 8, dtype=dtype), torch.randn(2, 3, 31, 10, dtype=dtype)
     real = torch.rand(2, 31) < 0.7
-    codes = of(kind, keys, values, real)
-    rows, value_rows = codes.encode_keys(flat(keys)), codes.encode_values(values)
+    quantizer = of(kind, keys, values, real)
+    rows, value_rows = quantizer.quantize_keys(flat(keys)), quantizer.quantize_values(values)
     run = torch.randint(0, 6, (40,))
     place = torch.randint(0, 31, (40,))
     monkeypatch.setattr(module, "_at_once", lambda numbers: 50)
     pieces = of(kind, keys, values, real)
-    assert torch.equal(pieces.key_scale, codes.key_scale)
-    assert torch.equal(pieces.encode_keys(flat(keys)), rows)
-    assert torch.equal(pieces.encode_values(values), value_rows)
-    picked = codes.encode_key_rows(flat(keys)[run, place], run)
+    assert torch.equal(pieces.key_scale, quantizer.key_scale)
+    assert torch.equal(pieces.quantize_keys(flat(keys)), rows)
+    assert torch.equal(pieces.quantize_values(values), value_rows)
+    picked = quantizer.quantize_key_rows(flat(keys)[run, place], run)
     assert torch.equal(picked, rows[run, place])
-    assert torch.equal(codes.decode_keys(picked, run), every_run(codes, rows)[run, place])
-    assert codes.encode_key_rows(flat(keys)[run[:0], place[:0]], run[:0]).shape == (0, codes.key_bytes)
-    assert codes.encode_values(values[:, :, :0]).shape == (2, 3, 0, codes.value_bytes)
+    assert torch.equal(quantizer.dequantize_keys(picked, run), every_run(quantizer, rows)[run, place])
+    assert quantizer.quantize_key_rows(flat(keys)[run[:0], place[:0]], run[:0]).shape == (0, quantizer.key_bytes)
+    assert quantizer.quantize_values(values[:, :, :0]).shape == (2, 3, 0, quantizer.value_bytes)
 
 
 def test_other_runs_read_their_own_ranges() -> None:
     keys = torch.randn(1, 3, 20, 4) * torch.tensor([1.0, 10.0, 100.0])[:, None, None]
-    codes = of("int8", keys, keys)
-    rows = codes.encode_keys(flat(keys))
+    quantizer = of("int8", keys, keys)
+    rows = quantizer.quantize_keys(flat(keys))
     index = torch.tensor([2, 0, 2])
-    other = codes.select(index)
-    assert torch.equal(every_run(other, rows[index]), every_run(codes, rows)[index])
-    assert other.nbytes == codes.nbytes
+    other = quantizer.select(index)
+    assert torch.equal(every_run(other, rows[index]), every_run(quantizer, rows)[index])
+    assert other.nbytes == quantizer.nbytes
 
 
 def test_wrong_use_is_explained() -> None:
@@ -325,10 +325,10 @@ def test_temporaries_do_not_grow_with_the_prompt() -> None:
     keys = torch.ones(1, 2, 2**16, 64, dtype=torch.bfloat16)  # 16 MiB
     keys[0, 1, 5, 3] = torch.nan
     with Sizes() as sizes:
-        codes = of("int8", keys, keys)
-        rows = codes.encode_keys(flat(keys)), codes.encode_values(keys)
+        quantizer = of("int8", keys, keys)
+        rows = quantizer.quantize_keys(flat(keys)), quantizer.quantize_values(keys)
         run = torch.zeros(2**16, dtype=torch.int64)
-        rows += (codes.encode_key_rows(keys[0, 0], run),)
+        rows += (quantizer.quantize_key_rows(keys[0, 0], run),)
     for known in (keys, *rows):
         sizes.found.pop(known.untyped_storage().data_ptr())
     assert max(sizes.found.values()) <= 4 * 2**20  # as float32

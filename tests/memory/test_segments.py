@@ -11,7 +11,9 @@ import weakref
 import pytest
 import torch
 
-from foveakv.memory.segments import Segments, dense, slack
+from foveakv.memory.layout import slack
+from foveakv.memory.runs import dense
+from foveakv.memory.segments import Segments
 
 D, DV = 3, 2
 

@@ -48,6 +48,7 @@ def fake_build(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         step("pretending")
         built.append(folder)
         (folder / "model.safetensors").write_bytes(b"weights")
+        (folder / "config.json").write_text("{}")
 
     monkeypatch.setattr(assembly, "_write", write)
     return built
@@ -92,7 +93,7 @@ def test_the_second_time_uses_the_cache(fake_build: list[Path], tmp_path: Path) 
     folder = assemble(tmp_path)
     assert assemble(tmp_path) == folder
     assert len(fake_build) == 1
-    assert {file.name for file in folder.iterdir()} == {"model.safetensors", MANIFEST}
+    assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors", MANIFEST}
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted([folder.name, "demo.lock"])
 
 
@@ -108,6 +109,64 @@ def test_a_damaged_cache_is_built_again(fake_build: list[Path], tmp_path: Path, 
     assemble(tmp_path)
     assert len(fake_build) == 2
     assert (folder / "model.safetensors").read_bytes() == b"weights"
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", MANIFEST])
+def test_one_flipped_byte_is_found_by_the_next_process(fake_build: list[Path], tmp_path: Path, name: str) -> None:
+    folder = assemble(tmp_path)
+    content = (folder / name).read_bytes()
+    for place in range(len(content)):
+        damaged = bytearray(content)
+        damaged[place] ^= 1
+        (folder / name).write_bytes(bytes(damaged))
+        if name == MANIFEST and json_of(bytes(damaged)) == json_of(content):
+            continue  # white space
+        assembly._VERIFIED.clear()  # as in a new process
+        built = len(fake_build)
+        assert assemble(tmp_path) == folder
+        assert len(fake_build) == built + 1
+        assert (folder / name).read_bytes() == content
+
+
+def json_of(content: bytes) -> object:
+    try:
+        return json.loads(content)
+    except ValueError:
+        return None
+
+
+def test_digests_are_checked_once_per_process(
+    fake_build: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assemble(tmp_path)
+    assembly._VERIFIED.clear()
+    read: list[str] = []
+    digest = assembly._sha256
+    monkeypatch.setattr(assembly, "_sha256", lambda file: read.append(file.name) or digest(file))
+    for _ in range(3):
+        assemble(tmp_path)
+    assert sorted(read) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.slow
+@pytest.mark.demo
+@needs_weights
+def test_one_flipped_byte_in_each_file_of_the_embedded_model(tmp_path: Path) -> None:
+    real = assemble()
+    copy = tmp_path / "copy"
+    for damaged in json.loads((real / MANIFEST).read_text()):
+        shutil.rmtree(copy, ignore_errors=True)
+        copy.mkdir()
+        for file in real.iterdir():
+            (copy / file.name).symlink_to(file)
+        assembly._VERIFIED.discard(copy)
+        assert assembly._complete(copy)
+        assembly._VERIFIED.discard(copy)
+        content = bytearray((real / damaged).read_bytes())
+        content[len(content) // 2] ^= 1
+        (copy / damaged).unlink()
+        (copy / damaged).write_bytes(bytes(content))
+        assert not assembly._complete(copy), damaged
 
 
 def test_a_failed_build_leaves_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

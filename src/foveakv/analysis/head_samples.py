@@ -1,14 +1,16 @@
-"""Samples for visual head scores: from the offline suite's cards, or from a folder of one's own."""
+"""Samples for visual head scores, from the cards of the offline suite or from your own folder."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from foveakv.analysis.head_scores import HeadSample, Target
-from foveakv.evaluation.lines import prompt_of, read_lines
+from foveakv.errors import InputError
+from foveakv.evaluation.lines import PromptLine, read_lines
+from foveakv.evaluation.schema import Count, Real
 from foveakv.evaluation.tasks.drawn import row
 from foveakv.models.embedded.samples import TELL
 
@@ -16,41 +18,51 @@ CARDS = 4
 EXAMPLE = '{"prompt": "...", "images": ["a.png"], "targets": [{"text": "EXIT", "image": 0}]}'
 
 
+@dataclass(frozen=True)
+class _TargetLine:
+    text: str
+    image: Count = 0
+    box: tuple[Real, ...] | None = None
+
+
+@dataclass(frozen=True)
+class _Line(PromptLine):
+    targets: tuple[_TargetLine, ...] = ()
+
+
 def card_samples(count: int, seed: int = 0) -> list[HeadSample]:
-    """One of four cards is asked for; the target is its digit, anywhere on its picture. Handwriting of `validation`."""
+    """Questions about one of four cards; the target is its digit, anywhere on its image. Uses the validation split."""
     samples = []
     for number in range(count):
         rng = np.random.default_rng([seed, number])
-        pictures, names, digits, shown = row(rng, CARDS, "validation")
+        images, names, digits, prompt = row(rng, CARDS, "validation")
         place = int(rng.integers(CARDS))
-        samples.append(HeadSample(shown + TELL.format(names[place]), pictures, [Target(digits[place], place)]))
+        samples.append(HeadSample(prompt + TELL.format(names[place]), images, [Target(digits[place], place)]))
     return samples
 
 
 def read_samples(folder: Path) -> list[HeadSample]:
-    """The samples of a folder: `samples.jsonl`, pictures relative to it, a line for each:
+    """The samples of a folder: `samples.jsonl`, one line per sample, with image files relative to the folder:
 
         {"prompt": "...", "images": ["a.png"], "targets": [{"text": "EXIT", "image": 0, "box": [0.1, 0.2, 0.5, 0.4]}]}
 
-    InputError: the file is missing or empty, or a line is damaged; the message has its number.
+    Raises:
+        InputError: the file is missing or empty, or a line is wrong; the message has its number.
     """
 
-    def sample(number: int, entry: dict[str, Any]) -> HeadSample:
-        targets = [
-            Target(str(each["text"]), int(each.get("image", 0)), _box(each["box"]) if each.get("box") else None)
-            for each in entry.get("targets", [])
-        ]
-        text, names = prompt_of(entry)
-        if not names:
-            raise TypeError("a sample has at least one picture")
-        return HeadSample(text, [folder / name for name in names], targets)
+    def sample(number: int, line: _Line) -> HeadSample:
+        if not line.images:
+            raise InputError("a sample needs at least one image")
+        targets = [Target(each.text, each.image, _box(each.box)) for each in line.targets]
+        return HeadSample(line.prompt, [folder / name for name in line.images], targets)
 
-    return read_lines(folder / "samples.jsonl", sample, ("prompt", "images", "targets"), EXAMPLE)
+    return read_lines(folder / "samples.jsonl", _Line, sample, EXAMPLE)
 
 
-def _box(values: Any) -> tuple[float, float, float, float]:
-    try:
-        left, top, right, bottom = map(float, values)
-    except (TypeError, ValueError):
-        raise TypeError(f"a box is four numbers, left, top, right and bottom; got {values!r}") from None
+def _box(values: tuple[float, ...] | None) -> tuple[float, float, float, float] | None:
+    if not values:
+        return None
+    if len(values) != 4:
+        raise InputError(f"a box has four numbers (left, top, right, bottom), got {list(values)}")
+    left, top, right, bottom = values
     return left, top, right, bottom

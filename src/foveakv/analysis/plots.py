@@ -1,4 +1,4 @@
-"""Plots of `foveakv.analysis`: one picture per analysis. Colours differ in lightness, lines in dash and marker too."""
+"""Plots of the analyses, one figure each. Colours differ in lightness, and lines also in dash and marker."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from foveakv.analysis.viz import _PLAIN, _figure
 _COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _DASHES = ("-", "--", "-.", ":")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-_MOST_NUMBERS = 10  # prompts up to which a matrix has numbers in its cells
+_MOST_NUMBERS = 10  # with more prompts, the cells of a matrix have no numbers
 
 
 def draw_heads(path: str | Path, maps: PromptHeads) -> None:
-    """Maps of S and of head types over layers and heads; S in order; and how prompts agree, where there are several."""
+    """Writes a PNG: maps of S and of head types over layers and heads, sorted S, and the agreement of prompts."""
     import numpy as np
 
     several = len(maps.labels) > 1
@@ -31,7 +31,7 @@ def draw_heads(path: str | Path, maps: PromptHeads) -> None:
     above, below = cast(Any, figure).subfigures(2, 1, height_ratios=[2 * (tall + 0.75), bottom])
     top, middle = above.subplots(2, 1)
     mean = "mean of the prompts" if several else maps.labels[0]
-    _map(above, top, maps, maps.scores.mean(0), "cividis", None, f"top-k mass S ({mean})", "S")
+    _map(above, top, maps, maps.scores.mean(0), "cividis", None, f"top-k attention sum S ({mean})", "S")
     title = "head types: share of prompts for which a head is static" if several else "head types: 1 static, 0 dynamic"
     _map(above, middle, maps, maps.static_frequency, "Greys", (0, 1), title, "static")
     left, right = below.subplots(1, 2) if several else (below.subplots(1, 1), None)
@@ -41,9 +41,9 @@ def draw_heads(path: str | Path, maps: PromptHeads) -> None:
         left.plot(share, ordered, color=_COLOURS[i % 7], linestyle=_DASHES[i % 4], linewidth=1.4, label=_short(label))
     if maps.settings.get("theta_quantile") is None and maps.settings.get("classify") == "auto":
         left.axhline(maps.settings["theta"], color="#888888", linewidth=1, label="theta: static from here")
-    left.set_xlabel("heads, from the highest S (%)", fontsize=9)
+    left.set_xlabel("heads by decreasing S (%)", fontsize=9)
     left.set_ylabel("S", fontsize=9)
-    left.set_title("S of all heads, in order", fontsize=10, loc="left")
+    left.set_title("S of all heads, sorted", fontsize=10, loc="left")
     _finish(left)
     left.legend(fontsize=7, loc="lower left", frameon=False)
     if several:
@@ -61,7 +61,7 @@ def _map(
     title: str,
     unit: str,
 ) -> None:
-    """values [L, H] as a map with layers to the right and heads downwards."""
+    """Draws values [L, H] as a map, with layers along x and heads along y."""
     heads = values.shape[1]
     low, high = limits or (float(values.min()), float(values.max()))
     mesh = ax.pcolormesh(values.T.numpy(), cmap=colours, vmin=low, vmax=high, edgecolors="#BBBBBB", linewidth=0.3)
@@ -78,14 +78,14 @@ def _map(
 
 
 def _ticks(axis: Any, names: Sequence[int]) -> None:
-    """A name in the middle of its cell, and only as many as fit."""
+    """Labels at the centres of cells, as many as fit."""
     every = max(1, len(names) // 16)
     shown = range(0, len(names), every)
     axis.set_ticks([i + 0.5 for i in shown], labels=[str(names[i]) for i in shown])
 
 
 def _agreement(figure: Any, ax: Any, maps: PromptHeads) -> None:
-    """A matrix of correlations; in each cell also the share of heads that change type."""
+    """Draws a matrix of correlations; each cell also has the share of heads that change type."""
     count = len(maps.labels)
     values = torch.ones(count, count, dtype=torch.float64)
     for a in range(count):
@@ -107,12 +107,12 @@ def _agreement(figure: Any, ax: Any, maps: PromptHeads) -> None:
 
 
 def _on(value: Any) -> str:
-    """Text that can be read on cividis."""
+    """A text colour that is readable on cividis."""
     return "black" if float(value) > 0.55 else "white"
 
 
 def draw_sparsity(path: str | Path, result: Sparsity) -> None:
-    """Sparsity of visual and text attention per layer; and how far layers agree with the first one's evictions."""
+    """Writes a PNG: sparsity of visual and text attention per layer, and agreement with the first layer's evictions."""
     figure = _figure(11, 4.3)
     left, right = figure.subplots(1, 2)
     layers = list(result.layers)
@@ -123,7 +123,7 @@ def draw_sparsity(path: str | Path, result: Sparsity) -> None:
     overlaps = [p.overlap for p in result.prompts if p.overlap is not None]
     if overlaps:
         _band(right, layers, overlaps, 1, "overlap")
-        _band(right, layers, [p.lost for p in result.prompts], 3, "attention to pictures that the layer loses")
+        _band(right, layers, [p.lost for p in result.prompts], 3, "attention to images that the layer loses")
         right.axhline(100 * result.mean_chance, color="#555555", linewidth=1, linestyle=":", label="overlap by chance")
         right.axhline(
             100 * PAPER_OVERLAP, color=_COLOURS[2], linewidth=1.2, linestyle="--",
@@ -146,7 +146,7 @@ def draw_sparsity(path: str | Path, result: Sparsity) -> None:
 
 
 def _band(ax: Any, layers: list[int], rows: Sequence[Sequence[float]], style: int, label: str) -> None:
-    """The mean of some prompts as a line, their range as a band."""
+    """Draws the mean over prompts as a line, and their range as a band."""
     values = 100 * torch.tensor([list(row) for row in rows], dtype=torch.float64)
     ax.plot(
         layers, values.mean(0), color=_COLOURS[style], linestyle=_DASHES[style - 1], marker=_MARKERS[style],
@@ -157,7 +157,7 @@ def _band(ax: Any, layers: list[int], rows: Sequence[Sequence[float]], style: in
 
 
 def draw_eviction(path: str | Path, result: Eviction) -> None:
-    """Attention lost per layer and per step, for greedy eviction and each bin; and how often a bin loses no more."""
+    """Writes a PNG: attention lost per layer and step, for greedy eviction and each bin."""
     figure = _figure(13, 4.4)
     first, second, third = figure.subplots(1, 3)
     for i, size in enumerate(result.by_layer):

@@ -1,4 +1,4 @@
-"""Pictures of what was kept: kept patches bright and dropped ones dark, and a comparison's costs as a plot."""
+"""Draw what methods keep (kept patches bright, evicted ones dark), and the costs of a comparison."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from PIL.Image import Image
 
-_BAR, _REFERENCE_BAR = "#0072B2", "#888888"  # blue and grey: told apart without colour vision by lightness too
-_PLAIN: dict[str, Any] = {"parse_math": False}  # a dollar sign in an answer is a dollar sign
+_BAR, _REFERENCE_BAR = "#0072B2", "#888888"  # blue and grey also differ in lightness
+_PLAIN: dict[str, Any] = {"parse_math": False}  # no mathtext: an answer may contain dollar signs
 _DARK = 0.08  # brightness of a patch that no head keeps
 
 
 def brightness(share: Any) -> Any:
-    """Display brightness of a patch kept by this share of (layer, head) pairs; a root, so that a tenth can be seen."""
+    """Brightness of a patch that this share of (layer, head) pairs keeps; a root, so that small shares are visible."""
     return _DARK + (1 - _DARK) * share**0.5
 
 
 def shade(image: Image, share: Tensor, grid: tuple[int, int] | None = None) -> Any:
-    """The picture as float array [height, width, 3], every patch as bright as its share (0 to 1) says.
+    """The image as float array [height, width, 3], with the brightness of every patch set by its share (0 to 1).
 
-    share: [tokens] of one image. grid: its (rows, columns); left out, it is guessed. A picture without a grid is dimmed
-    evenly to the mean share.
+    share: [tokens] of one image. grid: its (rows, columns); inferred if omitted. An image without a grid has
+    the brightness of its mean share.
     """
     import numpy as np
     from PIL import Image as PIL
@@ -52,14 +52,18 @@ def draw_kept(
     captions: Sequence[str] = (),
     title: str = "",
 ) -> None:
-    """One PNG: the pictures, and for every method the same pictures with dropped patches dark.
+    """Writes a PNG: the images, and for every method the same images with evicted patches dark.
 
     Args:
         path: the file to write.
-        images: the prompt's pictures, in order.
-        comparison: from `foveakv.evaluation.compare.compare`; rows that keep everything or failed are left out.
-        captions: a short text per picture.
-        title: above all of it.
+        images: the prompt's images, in order.
+        comparison: from `foveakv.evaluation.compare.compare`; rows of the full cache and failed rows are left out.
+        captions: a short text per image.
+        title: of the figure.
+
+    Raises:
+        InputError: no method other than full has a result.
+        MissingDependencyError: matplotlib is not installed.
     """
     rows = [row for row in comparison.rows if row.kept is not None and row.settings.get("method") != "full"]
     if comparison.prompt is None or not rows:
@@ -71,7 +75,7 @@ def draw_kept(
     for i, image in enumerate(images):
         axes[0][i].imshow(image)
         axes[0][i].set_title(captions[i] if i < len(captions) else f"image {i + 1}", fontsize=9, **_PLAIN)
-    _row_label(axes[0][0], "pictures", "")
+    _row_label(axes[0][0], "images", "")
     for line, row in zip(axes[1:], rows, strict=True):
         share = torch.tensor(row.kept)
         for ax, image, own in zip(line, images, columns, strict=True):
@@ -89,7 +93,10 @@ def draw_kept(
 
 
 def draw_comparison(path: str | Path, comparison: Comparison) -> None:
-    """One PNG of three bar charts: agreement with the full cache, stored bytes, time per token."""
+    """Writes a PNG with three bar charts: agreement with the full cache, stored bytes, time per token.
+
+    MissingDependencyError: matplotlib is not installed.
+    """
     rows = [row for row in comparison.rows if row.error is None]
     labels = [row.label for row in rows]
     panels: list[tuple[str, list[float], list[str]]] = [
@@ -135,7 +142,7 @@ def _row_label(ax: Any, name: str, below: str) -> None:
 
 
 def _brightness_bar(figure: Figure, axes: Any) -> None:
-    """A grey scale that says which brightness stands for which share."""
+    """Adds the grey scale of shares."""
     import numpy as np
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import ListedColormap
@@ -147,11 +154,11 @@ def _brightness_bar(figure: Figure, axes: Any) -> None:
     bar = figure.colorbar(scale, ax=axes, orientation="horizontal", fraction=0.03, aspect=60, pad=0.02)
     bar.set_ticks([0, 0.1, 0.25, 0.5, 0.75, 1], labels=["0%", "10%", "25%", "50%", "75%", "100%"])
     bar.ax.tick_params(labelsize=8)
-    bar.set_label("share of (layer, head) pairs that hold the patch; below each picture: its mean", fontsize=8)
+    bar.set_label("share of (layer, head) pairs that keep the patch; below each image: its mean", fontsize=8)
 
 
 def _figure(width: float, height: float) -> Figure:
-    """A figure of its own, outside pyplot's global state."""
+    """A matplotlib figure outside pyplot's global state. MissingDependencyError: matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

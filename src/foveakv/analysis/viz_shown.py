@@ -1,4 +1,4 @@
-"""Pictures of what one method keeps: a row per layer, and a filmstrip of decode steps."""
+"""Draw what one method keeps: one row per layer, and a filmstrip of decode steps."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ _MOST_ROWS = 64
 def draw_rows(
     path: str | Path, images: Sequence[Image], result: Shown, *, captions: Sequence[str] = (), title: str = ""
 ) -> None:
-    """One PNG: the pictures, and below them a row for each of `result.rows`, kept patches bright and dropped ones dark.
+    """Writes a PNG: the images, and below them one row per entry of `result.rows`, with evicted patches dark.
 
-    captions: a short text per picture. title: above all of it.
+    captions: a short text per image. title: of the figure.
 
     Raises:
-        InputError: the prompt's image tokens do not divide among the pictures.
+        InputError: the prompt's image tokens cannot be divided among the images, or there are too many rows.
+        MissingDependencyError: matplotlib is not installed.
     """
     labels = [(row.label, "") for row in result.rows]
     _draw(path, images, image_columns(result.prompt, images), result.rows, labels, captions, title)
@@ -43,16 +44,17 @@ def draw_filmstrip(
     texts: Sequence[str] = (),
     frames: int = 8,
 ) -> None:
-    """One PNG: the pictures, and below them a row per decode step, bright where the step attends to.
+    """Writes a PNG: the images, and below them one row per decode step, with the patches it attends to bright.
 
-    texts: the answer's tokens as text; step s reads texts[s] and makes texts[s + 1]. frames: rows at most; of more
-    steps some are left out, evenly.
+    texts: the tokens of the answer; step s reads texts[s] and generates texts[s + 1]. frames: maximum number of rows;
+    of more steps, evenly spaced ones are drawn.
 
     Raises:
         InputError: as in `draw_rows`, or `result` has no steps.
+        MissingDependencyError: matplotlib is not installed.
     """
     if not result.steps:
-        raise InputError("there are no steps to draw; ask for them with steps=True")
+        raise InputError("there are no steps to draw; record them with steps=True")
     chosen = evenly(len(result.steps), frames)
     labels = []
     for s in chosen:
@@ -64,7 +66,7 @@ def draw_filmstrip(
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """At most `most` of the numbers below `count`, the first and the last among them."""
+    """At most `most` evenly spaced numbers below `count`, including the first and the last."""
     if count <= most or most < 2:
         return list(range(min(count, most)))
     return [round(i * (count - 1) / (most - 1)) for i in range(most)]
@@ -80,14 +82,14 @@ def _draw(
     title: str,
 ) -> None:
     if len(rows) > _MOST_ROWS:
-        raise InputError(f"{len(rows)} rows are too many for one picture (at most {_MOST_ROWS}); name some layers")
+        raise InputError(f"{len(rows)} rows do not fit in one figure (at most {_MOST_ROWS}); choose fewer layers")
     figure = _figure(max(1.05 * len(images) + 1.9, 6), 1.32 * (len(rows) + 1) + 1.0)
     axes = figure.subplots(len(rows) + 1, len(images), squeeze=False)
     for i, image in enumerate(images):
         axes[0][i].imshow(image)
         caption = captions[i] if i < len(captions) else f"image {i + 1}"
         axes[0][i].set_title(caption if len(caption) <= 16 else caption[:14] + "...", fontsize=8, **_PLAIN)
-    _row_label(axes[0][0], "pictures", "")
+    _row_label(axes[0][0], "images", "")
     for line, row, (name, below) in zip(axes[1:], rows, labels, strict=True):
         for ax, image, own in zip(line, images, columns, strict=True):
             ax.imshow(shade(image, row.columns[own]), vmin=0, vmax=1)
@@ -104,5 +106,5 @@ def _draw(
 
 
 def _token(text: str) -> str:
-    """A token as a short label; quoted, so that a space can be seen."""
+    """A token as a short label, quoted so that spaces are visible."""
     return repr(text if len(text) <= 10 else text[:9] + "...")

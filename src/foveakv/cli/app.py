@@ -48,8 +48,12 @@ def main() -> None:
             common.fail("standard output is closed")
         try:
             app()
-        finally:
-            common.flush_stdout()  # at exit Python would print a traceback of its own
+        except SystemExit as end:
+            if end.code:  # its message has been printed
+                _discard_stdout_if_full()
+            else:
+                common.flush_stdout()  # at exit Python would print a traceback of its own
+            raise
     except typer.Exit as error:
         sys.exit(error.exit_code)
     except BrokenPipeError:
@@ -62,10 +66,18 @@ def main() -> None:
         sys.exit(common.EXIT_CODE)
 
 
+def _discard_stdout_if_full() -> None:
+    try:
+        common.flush_stdout()
+    except OSError:
+        _discard_stdout()
+
+
 def _discard_stdout() -> None:
     """Send what is still buffered to the null device, so that nothing fails again when Python exits."""
     null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 1)
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(null, sys.stdout.fileno())
     os.close(null)
 
 

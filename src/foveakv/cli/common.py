@@ -22,6 +22,8 @@ from foveakv.util.texts import printable
 EXIT_CODE = 2
 """Exit code of a command that stops with an error."""
 
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+
 SOME_FAILED = 1
 """Exit code of a command that finished with errors in some of its results."""
 
@@ -109,7 +111,8 @@ def error_text(error: Exception) -> str | None:
     if isinstance(error, BrokenPipeError):
         return None
     if isinstance(error, OSError):
-        where = error.filename or ("standard output" if _stdout_fails() else None)
+        # Output files have errors of their own, so a full disk without a name is that of a redirected stdout.
+        where = error.filename or ("standard output" if error.errno in _WRITE_ERRORS else None)
         return f"{where}: {error.strerror}" if where else str(error)
     torch = sys.modules.get("torch")
     if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
@@ -129,14 +132,6 @@ def flush_stdout() -> None:
     """Write out what is buffered. OSError: stdout is full or its reader has gone."""
     if sys.stdout is not None:
         sys.stdout.flush()
-
-
-def _stdout_fails() -> bool:
-    try:
-        flush_stdout()
-    except OSError as error:
-        return error.errno != errno.EPIPE
-    return False
 
 
 def load_model(name: str, *, device: str | None, dtype: str | None, trust_remote_code: bool) -> Any:

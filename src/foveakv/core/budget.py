@@ -182,14 +182,16 @@ def _ratio(value: Fraction, text: str) -> Budget:
 def _tokens(value: int, text: str) -> Budget:
     if value <= 0:
         raise BudgetError(f"budget {text} keeps nothing; {_HOW}")
+    if value > 2**62:
+        raise BudgetError(f"budget {text} is larger than any context; {_HOW}")
     return Budget("tokens", Fraction(value), text)
 
 
 def _parse_text(text: str) -> Budget:
     text = text.strip()
-    match = re.fullmatch(r"([+-]?(?:\d+(?:_\d+)*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*(%|[A-Za-z]*)", text)
-    if match is None:
-        raise BudgetError(f"budget {text!r} cannot be read; {_HOW}")
+    match = re.fullmatch(r"([+-]?(?:\d+(?:_\d+)*\.?\d*|\.\d+)(?:[eE][+-]?\d{1,3})?)\s*(%|[A-Za-z]*)", text)
+    if match is None or len(text) > 100:  # longer numbers take Python minutes, or raise
+        raise BudgetError(f"budget {text[:100]!r} cannot be read; {_HOW}")
     digits, unit = match[1], match[2]
     number = Fraction(digits)
     if unit == "%":

@@ -1,5 +1,6 @@
-"""Evaluation: tasks with known answers, methods run on the same items, results that survive a kill, reports.
+"""Evaluation: methods on tasks with known answers, comparisons with the full cache, and reports.
 
-`items.py` says what a task is, `tasks/` has the offline suite, `trial.py` runs one method on one item, `runner.py` runs
-them all, `results.py` keeps what came out, `summary.py` and `report.py` make tables and pages of it.
+`items.py` defines tasks, and `tasks/` has the offline suite. `trial.py` runs methods on one item, `runner.py` runs a
+plan of many, and `store.py` keeps the results in a folder. `summary.py` computes the figures and `report/` shows them.
+`compare.py` compares methods on one prompt; `tune.py` finds the smallest budget that agrees with the full cache.
 """

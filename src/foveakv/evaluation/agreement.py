@@ -1,4 +1,4 @@
-"""How near a method is to the full cache, token by token of the full cache's own replies."""
+"""Agreement of a method with the full cache, token by token over the full cache's replies."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 
 @dataclass
 class Agreement:
-    """Collects over tokens: whether both choose the same one, and the divergence in nats.
+    """Per token: whether both choose the same one, and the divergence in nats.
 
-    See `Result` for what `match`, `equal`, `kl` and `scored` mean. Without any token match and equal are 1, kl is None.
+    `match`, `equal`, `kl` and `scored` are defined in `Result`. Without tokens, match and equal are 1 and kl is None.
     """
 
     same: list[bool] = field(default_factory=list)
@@ -20,35 +20,39 @@ class Agreement:
 
     @classmethod
     def perfect(cls, scored: int) -> Agreement:
-        """The full cache with itself."""
+        """The agreement of the full cache with itself."""
         return cls([True] * scored, [0.0] * scored)
 
     @property
     def scored(self) -> int:
+        """Number of tokens."""
         return len(self.same)
 
     @property
     def differs(self) -> bool:
-        """Whether some token would not have been the full cache's."""
+        """Whether the method chooses a different token somewhere."""
         return not all(self.same)
 
     @property
     def match(self) -> float:
+        """Share of leading tokens that are equal."""
         if not self.same:
             return 1.0
         return (self.same.index(False) if False in self.same else len(self.same)) / len(self.same)
 
     @property
     def equal(self) -> float:
+        """Share of tokens that are equal."""
         return sum(self.same) / len(self.same) if self.same else 1.0
 
     @property
     def kl(self) -> float | None:
+        """Mean Kullback-Leibler divergence from the full cache, in nats."""
         return sum(self.divergences) / len(self.divergences) if self.divergences else None
 
 
 def add(agreements: list[Agreement], full: Tensor, methods: list[Tensor]) -> None:
-    """One more token for each method: full [vocabulary] and the methods' logits for it, float32."""
+    """Adds one token per method, from the full cache's and the methods' logits [vocabulary], float32."""
     p = full.log_softmax(-1)
     logits = torch.stack(methods)
     terms = p.exp() * (p - logits.log_softmax(-1))

@@ -1,7 +1,6 @@
-"""Cards with handwriting, print, parts of charts and photographs, from glyphs that the embedded model's training never
-saw.
+"""Images for the tasks: cards with handwriting or print, columns of charts, and photographs.
 
-All randomness comes from the generator that is passed in.
+The glyphs are not in the training data of the embedded model. All randomness comes from the given generator.
 """
 
 from __future__ import annotations
@@ -13,15 +12,16 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageFilter
 
-SIZE = 112  # pixels, both ways
+SIZE = 112
+"""Width and height of an image in pixels."""
 DATA = Path(__file__).parents[1] / "models" / "data"
 SPLITS = {"validation": slice(0, 50), "test": slice(50, 100)}
 CHARACTERS = "0123456789ABCDEFGHJKLMNPQRSTUVWXYZ"
-"""What is printed: digits, and capitals but I and O, which print too much alike."""
+"""Printed characters: digits and capitals, without I and O, which resemble 1 and 0."""
 TILE = 48
-"""Pixels of a printed character, both ways."""
+"""Width and height of a printed character in pixels."""
 PHOTO = 192
-"""Pixels of a photograph, both ways."""
+"""Width and height of a photograph in pixels."""
 _NAMES = """
 Alice Bob Carol David Emma Frank Grace Henry Ivan Julia Kevin Laura Mary Nancy Oliver Paul Rachel Sarah Tom Victor
 Adam Anna Ben Daniel George Helen Jack James Jane John Lily Mark Martin Max Michael Peter Robert Sam Simon Thomas
@@ -31,13 +31,13 @@ NAMES = _NAMES.split()
 
 @functools.cache
 def glyphs(split: str) -> np.ndarray:
-    """Handwriting of a split, "validation" or "test": uint8 [10 digits, 50, 20, 20]."""
+    """Handwritten digits of a split, "validation" or "test": uint8 [10 digits, 50, 20, 20]."""
     return _sheet("digits.png").reshape(10, 20, 100, 20).swapaxes(1, 2)[:, SPLITS[split]]
 
 
 @functools.cache
 def print_glyphs(split: str) -> np.ndarray:
-    """Print of a split, in fonts of that split alone: uint8 [34 characters, 8 fonts, 48, 48]."""
+    """Printed characters in the fonts of a split: uint8 [34 characters, 8 fonts, 48, 48]."""
     tiles = _sheet("print.png").reshape(len(CHARACTERS), TILE, 16, TILE).swapaxes(1, 2)
     first = 8 * list(SPLITS).index(split)
     return tiles[:, first : first + 8]
@@ -50,7 +50,7 @@ def _sheet(name: str, mode: str = "L") -> np.ndarray:
 
 
 def photograph(rng: np.random.Generator, split: str = "test") -> Image.Image:
-    """A square part of one of five photographs of a split, mirrored or not, [112, 112] RGB."""
+    """A random square crop of one of the five photographs of a split, possibly mirrored, [112, 112] RGB."""
     row, column = list(SPLITS).index(split), int(rng.integers(5))
     photo = _sheet("photographs.jpg", "RGB")[PHOTO * row :, PHOTO * column :]
     side = int(rng.integers(72, PHOTO + 1))
@@ -62,23 +62,22 @@ def photograph(rng: np.random.Generator, split: str = "test") -> Image.Image:
 
 
 def names(rng: np.random.Generator, count: int) -> list[str]:
-    """So many different first names."""
+    """`count` different first names in random order."""
     return [NAMES[i] for i in rng.permutation(len(NAMES))[:count]]
 
 
 def digit_card(rng: np.random.Generator, digit: int, split: str = "test") -> Image.Image:
-    """One handwritten digit somewhere on a card, [112, 112] RGB: any size, colours that differ in lightness, blur and
-    noise."""
+    """A handwritten digit on a card, [112, 112] RGB, with random place, size, colours, blur and noise."""
     return glyph_card(rng, glyphs(split)[digit])
 
 
 def print_card(rng: np.random.Generator, character: str, split: str = "test") -> Image.Image:
-    """The same with a printed character, a digit or a capital."""
+    """A printed character on a card, [112, 112] RGB, drawn like `digit_card`."""
     return glyph_card(rng, print_glyphs(split)[CHARACTERS.index(character)])
 
 
 def glyph_card(rng: np.random.Generator, shapes: np.ndarray) -> Image.Image:
-    """One of the glyphs, uint8 [n, height, width], on a card."""
+    """A random one of the glyphs, uint8 [n, height, width], on a card, [112, 112] RGB."""
     ground, ink = _colours(rng)
     side = int(rng.integers(58, 106))
     top, left = rng.integers(0, SIZE - side + 1, 2)
@@ -88,8 +87,11 @@ def glyph_card(rng: np.random.Generator, shapes: np.ndarray) -> Image.Image:
 
 @dataclass(frozen=True)
 class ChartStyle:
-    """What the columns of one chart share. Colours in 0..1; font: which of the fonts; bar: its width, lines: distance
-    of the grid's lines in units of the value, 0 for none."""
+    """The style that all columns of a chart share.
+
+    ground, bar_colour, ink: RGB in 0..1. font: index of the font. bar: width of a bar in pixels. lines: distance of
+    grid lines in units of the value, 0 for none.
+    """
 
     ground: np.ndarray
     bar_colour: np.ndarray
@@ -100,7 +102,7 @@ class ChartStyle:
 
 
 def chart_style(rng: np.random.Generator, fonts: int = 8) -> ChartStyle:
-    """Any style: light or dark ground, a bar that stands out from it, labels in one of so many fonts."""
+    """A random style: light or dark ground, a bar that contrasts with it, labels in one of `fonts` fonts."""
     light = rng.random() < 0.7
     ground = np.full(3, rng.uniform(0.88, 1.0) if light else rng.uniform(0.0, 0.15))
     bar_colour = rng.uniform(0.1, 0.75, 3) if light else rng.uniform(0.35, 1.0, 3)
@@ -111,10 +113,10 @@ def chart_style(rng: np.random.Generator, fonts: int = 8) -> ChartStyle:
 
 
 def chart_column(value: int, style: ChartStyle, shapes: np.ndarray) -> Image.Image:
-    """One column of a bar chart, [112, 112] RGB: a bar from the axis up, its value, 0 to 9, printed above it.
+    """One column of a bar chart, [112, 112] RGB: a bar on the axis, with its value (0 to 9) printed above it.
 
-    shapes: printed glyphs, uint8 [characters, fonts, 48, 48], digits first. Side by side the columns of a style are the
-    whole chart; as a model with tiles sees a wide picture, each is a picture of its own.
+    shapes: printed glyphs, uint8 [characters, fonts, 48, 48], digits first. Columns of one style, side by side, form a
+    chart; every column is a separate image, like the tiles of a wide image.
     """
     canvas = np.broadcast_to(style.ground, (SIZE, SIZE, 3)).copy()
     axis, unit = SIZE - 6, 4.5
@@ -125,13 +127,13 @@ def chart_column(value: int, style: ChartStyle, shapes: np.ndarray) -> Image.Ima
     canvas[axis - height : axis, left : left + style.bar] = style.bar_colour
     canvas[axis : axis + 2] = style.ink
     side = 66
-    top = max(0, axis - height - side + 6)  # glyphs have an empty rim
+    top = max(0, axis - height - side + 6)  # glyphs have an empty margin
     _stamp(canvas, shapes[value, style.font], style.ink, top, (SIZE - side) // 2, side)
     return _image(canvas)
 
 
 def _stamp(canvas: np.ndarray, shape: np.ndarray, ink: np.ndarray, top: int, left: int, side: int) -> None:
-    """A glyph in ink onto a square of the canvas."""
+    """Draws a glyph in ink on a square of the canvas."""
     cover = np.asarray(Image.fromarray(shape).resize((side, side), Image.Resampling.BICUBIC), float)[..., None] / 255
     box = canvas[top : top + side, left : left + side]
     box += cover * (ink - box)
@@ -142,7 +144,7 @@ def _image(canvas: np.ndarray) -> Image.Image:
 
 
 def _camera(rng: np.random.Generator, canvas: np.ndarray) -> Image.Image:
-    """Blur and noise as a cheap camera would."""
+    """Adds random blur and noise, as of a cheap camera."""
     card = _image(canvas)
     if rng.random() < 0.4:
         card = card.filter(ImageFilter.GaussianBlur(rng.uniform(0.3, 1.4)))
@@ -153,7 +155,7 @@ def _camera(rng: np.random.Generator, canvas: np.ndarray) -> Image.Image:
 
 
 def _colours(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """A ground [112, 112, 3], plain or shaded, and an ink [3] of another lightness, in 0..1."""
+    """A ground [112, 112, 3], plain or with a gradient, and an ink [3] of another lightness, in 0..1."""
     lightness = np.array([0.299, 0.587, 0.114])
     while True:
         ground, ink = rng.uniform(0, 1, 3), rng.uniform(0, 1, 3)

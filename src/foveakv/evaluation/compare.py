@@ -1,4 +1,4 @@
-"""One prompt, several methods: how far each answer and each cost is from the full cache's."""
+"""Compare methods on one prompt: their answers and costs relative to the plain model's."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from foveakv.engines.transformers.cache import CompressedCache
 
 BASELINE = "transformers"
-"""Label of the row that everything is compared with: the plain model with transformers' own cache and attention."""
+"""Label of the baseline row: the plain model with transformers' own cache and attention."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A method with its settings, and the label it goes by in tables."""
+    """A method with its settings, and its label in tables."""
 
     label: str
     method: Method
@@ -41,12 +41,12 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Row:
-    """One run of the prompt. Agreements are None in the baseline's row and where `error` says why there is no answer.
+    """One run of the prompt. Agreements are None in the baseline's row, and if `error` says why there is no answer.
 
-    tokens: the generated ids. prefix_agreement: share of leading tokens equal to the baseline's. equal_tokens: share of
-    positions with the same token. stored_bytes: storage at the end of the answer, on the compute device; full_bytes: a
-    plain cache's for the same tokens. prefill_seconds, token_seconds: one forward pass, medians. kept: for every prompt
-    column the share of (layer, head) pairs that still hold it (None: not recorded).
+    tokens: generated ids. prefix_agreement: share of leading tokens equal to the baseline's. equal_tokens: share of
+    positions with the same token. stored_bytes: storage on the compute device at the end of the answer; full_bytes: a
+    plain cache's for the same tokens. prefill_seconds, token_seconds: medians, for one forward pass. kept: for every
+    prompt column, the share of (layer, head) pairs that still hold it (None: not recorded).
     """
 
     label: str
@@ -71,7 +71,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The rows, baseline first, and what is needed to repeat them. `prompt` says which columns are pictures."""
+    """The rows, baseline first, and what is needed to reproduce them. `prompt` says which columns are images."""
 
     rows: tuple[Row, ...]
     max_new_tokens: int
@@ -84,20 +84,24 @@ class Comparison:
 
     @property
     def baseline(self) -> Row:
+        """The row of the plain model."""
         return self.rows[0]
 
     @property
     def notes(self) -> list[str]:
-        """What a reader must know before quoting these figures."""
+        """Notes that limit these figures."""
         found = [f"{row.label}: {note}" for row in self.rows for note in row.notes]
         answer = len(self.baseline.tokens)
         if answer <= 2:
             tokens = "1 token" if answer == 1 else f"{answer} tokens"
-            found.append(f"the answer has {tokens}, and the first still sees the whole prompt: agreement says little")
+            found.append(
+                f"the answer has {tokens}, and the first attends to the whole prompt: agreement is not informative"
+            )
         return found
 
     @property
     def failures(self) -> list[Row]:
+        """The rows with an error."""
         return [row for row in self.rows if row.error is not None]
 
     def to_dict(self) -> dict[str, Any]:
@@ -124,17 +128,17 @@ def candidates(
     budgets: Sequence[float | int | str] = (),
     options: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Candidate]:
-    """Every named method at every budget; a method without a `budget` field is there once.
+    """Every named method at every budget; a method without a `budget` field occurs once.
 
     Args:
         names: names of methods, in the order of the rows.
-        budgets: as for `foveakv.core.budget.parse_budget`; without any, each method's own default.
+        budgets: as for `foveakv.core.budget.parse_budget`; if empty, each method's default.
         options: further settings per method name.
     """
     options = {name: dict(settings) for name, settings in (options or {}).items()}
     for name in options:
         if name not in names:
-            raise MethodError(f"there are settings for {name!r}, which is not among the methods: {', '.join(names)}")
+            raise MethodError(f"there are settings for {name!r}, which is not one of the methods: {', '.join(names)}")
     made: list[Candidate] = []
     for name in names:
         takes_budget = "budget" in {f.name for f in fields(find(name))}
@@ -160,20 +164,23 @@ def compare(
     progress: Callable[[str, int, int], None] | None = None,
     **options: Any,
 ) -> Comparison:
-    """Runs one prompt with transformers' own cache and then with every method, greedily.
+    """Runs one prompt with transformers' own cache and with every method, with greedy decoding.
 
     Args:
         model: a model that `foveakv.compress` takes.
         inputs: the inputs of `generate` for one sequence, e.g. from `foveakv.models.inputs.build_inputs`.
-        methods: candidates or plain methods; the baseline is added by itself.
+        methods: candidates or methods; the baseline is added.
         max_new_tokens: the longest answer.
-        repeats: runs per row, in turns; times are medians.
-        ignore_eos: generate all `max_new_tokens`, so that every row decodes equally long.
-        decode: ids -> text, for the answers.
-        progress: called with (label, runs done, runs in all) before every run.
+        repeats: runs per row, alternating between rows; times are medians.
+        ignore_eos: always generate `max_new_tokens` tokens, so that all rows decode equally many.
+        decode: ids -> text of an answer.
+        progress: called with (label, runs done, total runs) before every run.
         options: fields of `foveakv.CacheOptions`, for the caches of all methods.
 
-    A method that fails with one of FoveaKV's errors gets a row with that error; the others run on.
+    A method that raises one of FoveaKV's errors gets a row with that error; the others continue.
+
+    Raises:
+        InputError: more than one prompt, or a number that is too small.
     """
     ids = inputs.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or len(ids) != 1:
@@ -192,7 +199,7 @@ def compare(
     run.warm_up()
     runs: list[list[Row]] = [[] for _ in range(len(chosen) + 1)]
     done = 0
-    for _ in range(repeats):  # in turns, so that a busy moment of the machine does not hit one row alone
+    for _ in range(repeats):  # alternating, so that other load on the machine affects all rows
         for place, candidate in enumerate([None, *chosen]):
             report(candidate.label if candidate else BASELINE, done, total)
             done += 1
@@ -219,7 +226,7 @@ def compare(
 
 
 def agreement(reference: Sequence[int], answer: Sequence[int]) -> tuple[float, float]:
-    """Share of leading tokens that are equal, and share of positions that are equal, of the longer of the two."""
+    """(share of leading tokens that are equal, share of positions that are equal), of the longer answer."""
     length = max(len(reference), len(answer))
     if length == 0:
         return 1.0, 1.0
@@ -229,7 +236,7 @@ def agreement(reference: Sequence[int], answer: Sequence[int]) -> tuple[float, f
 
 
 def kept_share(cache: CompressedCache, sequence: int = 0) -> Tensor:
-    """[C] float: for every prompt column, the share of (layer, KV head) pairs whose stored slots hold it now."""
+    """[C] float: for every prompt column, the share of (layer, KV head) pairs that currently store it."""
     held = (cache.kept(layer.layer_idx)[sequence].cpu() for layer in cache.compressed)
     return held_share(held, cache.prompt_columns)[0]
 
@@ -256,14 +263,14 @@ class _Runner:
         self.prompt: PromptMap | None = None
 
     def warm_up(self) -> None:
-        """Two tokens on both paths, so that no row pays for first-time work."""
+        """Generates two tokens on both paths, so that no row includes one-time work."""
         short = {"max_new_tokens": 2, "do_sample": False, "num_beams": 1}
         self.model.generate(**self.inputs, **short)
         with compress(self.model, Full(), options=self.options):
             self.model.generate(**self.inputs, **short)
 
     def once(self, candidate: Candidate | None) -> Row:
-        """One run; with None the baseline's."""
+        """One run of a candidate, or of the baseline for None."""
         if candidate is None:
             return self.plain()
         try:
@@ -318,7 +325,7 @@ class _Runner:
 
 
 def _median_row(rows: Sequence[Row]) -> Row:
-    """The last run's row with the medians of all runs' times."""
+    """The row of the last run, with the median times of all runs."""
     per_token = [row.token_seconds for row in rows if row.token_seconds is not None]
     return replace(
         rows[-1],

@@ -1,6 +1,6 @@
-"""Greedy replies token by token over a cache that has read the prompt, and what the model said at every step.
+"""Greedy decoding over caches that hold a prompt, with the logits of every step.
 
-`generate` would do the same; a plain loop over `forward` keeps the logits and costs less between tokens.
+`generate` gives the same tokens; a loop over `forward` also keeps the logits, and has less overhead per token.
 """
 
 from __future__ import annotations
@@ -17,8 +17,14 @@ from foveakv.errors import InputError
 from foveakv.evaluation.bundle import Bundle, fits
 
 
-class Speaker:
-    """Speaks with one model. end: ids that end a reply."""
+class GreedyDecoder:
+    """Decodes with one model.
+
+    ends: token ids that end a reply.
+
+    Raises:
+        InputError: the model has no end token.
+    """
 
     def __init__(self, model: Any, processor: Any) -> None:
         self.model = model
@@ -28,21 +34,22 @@ class Speaker:
         ends = getattr(model.generation_config, "eos_token_id", None)
         ends = self.tokenizer.eos_token_id if ends is None else ends
         if ends is None:
-            raise InputError(f"{type(model).__name__} names no end token, so replies would never end")
+            raise InputError(f"{type(model).__name__} has no end token; set generation_config.eos_token_id")
         self.ends: list[int] = list(ends) if isinstance(ends, (list, tuple)) else [int(ends)]
 
     def text(self, tokens: Sequence[int]) -> str:
+        """Token ids as text, without special tokens."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True)).strip()
 
     def feed(self, cache: CompressedCache, tokens: Sequence[int]) -> Tensor:
-        """Logits [tokens, vocabulary] after each of the new tokens, float32."""
+        """Runs new tokens over a cache; logits [tokens, vocabulary] after each of them, float32."""
         ids = torch.tensor([list(tokens)], device=self.model.device)
         with torch.inference_mode():
             output = self.model(input_ids=ids, **{self._name: cache}, use_cache=True)
         return output.logits[0].float()
 
     def feed_all(self, caches: Sequence[CompressedCache], tokens: Sequence[Sequence[int]]) -> list[Tensor]:
-        """`feed` for several caches; those that can run as one batch do."""
+        """`feed` for several caches, as one batch where possible (see `foveakv.evaluation.bundle.fits`)."""
         groups: dict[Any, list[int]] = {}
         for place, (cache, own) in enumerate(zip(caches, tokens, strict=True)):
             groups.setdefault((cache.seen, len(own)) if fits(cache) else place, []).append(place)
@@ -62,10 +69,10 @@ class Speaker:
     def reply_all(
         self, caches: Sequence[CompressedCache], logits: Sequence[Tensor], most: int
     ) -> tuple[list[list[int]], list[list[Tensor]]]:
-        """Greedy replies, token by token: from the logits [vocabulary] behind the question, at most `most` tokens each.
+        """Greedy replies of at most `most` tokens each, and the logits that each token was chosen from.
 
-        Also the logits that each token was chosen from. The last token, an end token or the last that was allowed, is
-        not fed back: what comes next begins with it.
+        logits: [vocabulary] per cache, after the question. The last token of a reply (an end token, or the last one
+        allowed) is not fed to the model; the next input starts with it.
         """
         replies: list[list[int]] = [[] for _ in caches]
         chosen_from: list[list[Tensor]] = [[] for _ in caches]
@@ -80,21 +87,21 @@ class Speaker:
             newest = [out[-1] for out in self.feed_all([caches[i] for i in active], [replies[i][-1:] for i in active])]
 
     def follow_up(self, question: str, last: int) -> list[int]:
-        """Tokens to feed for the next question: the last token of the reply, its end where it was cut, the question."""
+        """Tokens of the next question: the last token of the reply, an end token if the reply was cut, the question."""
         tokens = [last] if last in self.ends else [last, self.ends[0]]
         template = getattr(self.processor, "chat_template", None)
         if template is None or not hasattr(self.processor, "apply_chat_template"):
             return tokens + self._ids(question)
-        mark = "\u2042"  # unlikely to stand in a template
+        mark = "\u2042"  # unlikely to occur in a template
         rich = getattr(self.processor, "tokenizer", None) is not None
 
         def message(role: str, text: str) -> dict[str, Any]:
             return {"role": role, "content": [{"type": "text", "text": text}] if rich else text}
 
-        talk = [message("user", "."), message("assistant", mark), message("user", question)]
-        text = str(self.processor.apply_chat_template(talk, add_generation_prompt=True, tokenize=False))
-        behind = self._ids(text.rpartition(mark)[2])
-        return tokens + (behind[1:] if behind and behind[0] in self.ends else behind)
+        chat = [message("user", "."), message("assistant", mark), message("user", question)]
+        text = str(self.processor.apply_chat_template(chat, add_generation_prompt=True, tokenize=False))
+        after = self._ids(text.rpartition(mark)[2])
+        return tokens + (after[1:] if after and after[0] in self.ends else after)
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

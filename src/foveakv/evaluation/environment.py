@@ -1,4 +1,4 @@
-"""Where a result was made: versions, device, threads, attention. Goes into every result file and `foveakv doctor`."""
+"""The environment of a measurement: versions, device, threads, attention; for result files and `foveakv doctor`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PACKAGES = ("torch", "transformers", "numpy", "pillow", "torchvision", "onnx", "
 
 
 def versions() -> dict[str, str | None]:
-    """Python's and our packages' versions; None for a package that is not installed."""
+    """Versions of Python and of the packages in use; None for a package that is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in ("foveakv", *PACKAGES):
         try:
@@ -25,7 +25,7 @@ def versions() -> dict[str, str | None]:
 
 
 def processor_name() -> str:
-    """The CPU's name, as far as the system tells it."""
+    """The name of the CPU, if the system reports it."""
     try:
         with open("/proc/cpuinfo", encoding="utf8") as lines:
             for line in lines:
@@ -37,7 +37,7 @@ def processor_name() -> str:
 
 
 def kernels() -> dict[str, str]:
-    """The decode attention backends and their state on this machine; builds nothing."""
+    """The decode attention backends and their state on this machine, without building one."""
     from foveakv.kernels import BACKENDS, build, problem
 
     return {
@@ -48,7 +48,10 @@ def kernels() -> dict[str, str]:
 
 
 def describe(model: Any = None, *, seed: int | None = None) -> dict[str, Any]:
-    """Plain values that a reader needs to repeat a measurement."""
+    """Plain values that a reader needs to reproduce a measurement.
+
+    model: adds its class, name, revision, size, dtype, device and attention. seed: recorded as it is.
+    """
     import torch
 
     found: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Replies against facts."""
+"""Grade a reply by the facts that it must contain."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from foveakv.evaluation.items import Turn
 def grade(turn: Turn, reply: str) -> float:
     """Share of the turn's facts that the reply gets right, 0 to 1.
 
-    The reply is cut at the turn's separator (and at its first line break), and as many pieces count as there are facts:
-    who says more than was asked gets no second try. A fact is right where it equals a piece, in an ordered turn the
-    piece at its own place. A reply that says a fact twice gets it once.
+    The first line of the reply is split at the turn's separator, and the first n pieces count, n being the number of
+    facts, so that extra answers are no extra attempts. A fact is right if it equals a piece; in an ordered turn, the
+    piece at its own place. Repeating a fact counts once.
     """
     separator = turn.separator.strip()
     pieces = [piece.strip() for piece in reply.strip().split("\n", 1)[0].split(separator)][: len(turn.facts)]

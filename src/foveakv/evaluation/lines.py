@@ -1,51 +1,53 @@
-"""Files of one JSON object per line, as users write them."""
+"""Read files that users write, with one JSON object per line."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from foveakv.errors import InputError
+from foveakv.evaluation import schema
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 
-def read_lines(file: Path, parse: Callable[[int, dict[str, Any]], T], keys: Sequence[str], example: str) -> list[T]:
-    """What `parse(number, entry)` makes of every line; numbers start at 1, empty lines are passed over.
+@dataclass(frozen=True)
+class PromptLine:
+    """A prompt and the file names of its images."""
 
-    InputError: the file is missing (the message shows the example), a line is damaged or has a key other than `keys`
-    (its number), or there is none.
+    prompt: str
+    images: tuple[str, ...] = ()
+
+
+def read_lines(file: Path, kind: type[K], make: Callable[[int, K], T], example: str) -> list[T]:
+    """Reads a file, and returns `make(line number, line)` for every line that is not blank.
+
+    Args:
+        file: UTF-8 text with one JSON object per line.
+        kind: a data class with the fields of a line, see `foveakv.evaluation.schema`.
+        make: called with the number of a line, from 1, and its `kind`.
+        example: a line, shown if the file is missing.
+
+    Raises:
+        InputError: the file is missing, empty or cannot be read, or a line is wrong; the message has its number.
     """
     if not file.is_file():
-        raise InputError(f"{file} is missing; it has a line like this for each: {example}")
-    found = []
+        raise InputError(f"{file} is missing; it needs one line per entry, such as {example}")
     try:
-        text = file.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {file}: {error}") from error
-    for number, line in enumerate(text.split("\n"), start=1):  # splitlines() cuts at marks that JSON allows in texts
+        data = file.read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot read {file}: {error.strerror or error}") from error
+    found = []
+    for number, line in enumerate(data.split(b"\n"), start=1):
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
-            unknown = [key for key in entry if key not in keys]
-            if unknown:
-                raise InputError(f"unknown key {unknown[0]!r}; a line has {', '.join(keys)}")
-            found.append(parse(number, entry))
-        except InputError as error:
+            found.append(make(number, schema.read(kind, schema.loads(line))))
+        except ValueError as error:  # InputError included
             raise InputError(f"{file}, line {number}: {error}") from error
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise InputError(f"{file}, line {number}: {type(error).__name__}: {error}") from error
     if not found:
-        raise InputError(f"{file} has no line")
+        raise InputError(f"{file} has no lines; it needs one per entry, such as {example}")
     return found
-
-
-def prompt_of(entry: dict[str, Any]) -> tuple[str, list[str]]:
-    """The text and the names of the pictures in a line. TypeError: they are something else."""
-    text, names = entry["prompt"], entry.get("images", [])
-    if not isinstance(text, str) or not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise TypeError("prompt is a text and images a list of names")
-    return text, names

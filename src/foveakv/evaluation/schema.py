@@ -72,8 +72,17 @@ def load_object(path: Path) -> dict[str, Any]:
     return data
 
 
+def read_file(kind: type[T], path: Path) -> T:
+    """An instance of a data class or TypedDict from a JSON file. InputError: as in `load_object` and `read`."""
+    data = load_object(path)
+    try:
+        return read(kind, data)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+
+
 def read(kind: type[T], data: Any) -> T:
-    """An instance of a data class from a JSON object.
+    """An instance of a data class or TypedDict from a JSON object.
 
     Raises:
         InputError: a field is missing, unknown or has a wrong value; the message names it.
@@ -148,9 +157,10 @@ def _with_fields(kind: Any, value: dict[str, Any], name: str) -> Any:
     if typing.is_typeddict(kind):
         return {key: _check(hints.get(key, Any), each, _join(name, key)) for key, each in value.items()}
     known = [field for field in fields(kind) if field.init]
+    names = [field.name for field in known]
     for key in value:
-        if key not in {field.name for field in known}:
-            raise InputError(f"unknown field {_shown(_join(name, key))} (misspelt, or of another version)")
+        if key not in names:
+            raise InputError(f"unknown field {_shown(_join(name, key))}; the fields are {', '.join(names)}")
     for field in known:
         if field.name not in value and field.default is MISSING and field.default_factory is MISSING:
             raise InputError(f"the field {_join(name, field.name)!r} is missing")

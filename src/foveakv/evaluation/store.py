@@ -76,10 +76,11 @@ def read_plan(folder: Path) -> Plan:
     path = Path(folder) / PLAN
     if not path.is_file():
         raise InputError(f"{folder} is not the folder of a run: it has no {PLAN}")
+    data = schema.load_object(path)
     try:
-        return Plan.from_dict(schema.load_object(path))
+        return Plan.from_dict(data)
     except InputError as error:
-        raise _located(path, error) from error
+        raise InputError(f"{path}: {error}") from error
 
 
 def read_results(folder: Path) -> list[Result]:
@@ -102,11 +103,9 @@ def read_starts(folder: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     try:
-        return [{**start} for start in schema.read(_Run, schema.load_object(path)).starts]
+        return [{**start} for start in schema.read_file(_Run, path).starts]
     except InputError as error:
-        raise InputError(
-            f"{_located(path, error)}; delete the file to continue without machines and versions"
-        ) from error
+        raise InputError(f"{error}; delete the file to continue without machines and versions") from error
 
 
 class Store:
@@ -234,11 +233,6 @@ def _cut_torn_line(path: Path) -> None:
     whole = max((end for end, _ in _lines(path)), default=0)
     if whole < path.stat().st_size:
         os.truncate(path, whole)
-
-
-def _located(path: Path, error: InputError) -> InputError:
-    """The error with the file in front, unless it names the file itself."""
-    return error if str(path) in str(error) else InputError(f"{path}: {error}")
 
 
 def write_whole(path: Path, text: str) -> None:

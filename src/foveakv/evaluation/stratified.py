@@ -1,8 +1,8 @@
-"""Means over several tasks, each with its own items, and their bootstrap intervals.
+"""Stratified bootstrap: intervals of means over several tasks, each with its own items.
 
-Every task counts the same, however many items it has. Items are drawn within each task (a stratified percentile
-bootstrap), and all methods of one comparison get the same draws, so that differences are paired. With a single task
-this is `bootstrap.paired`.
+Every task has equal weight, regardless of its number of items. Items are resampled within each task (a stratified
+percentile bootstrap), and all methods of a comparison use the same resamples, so that differences are paired. With one
+task this is `bootstrap.paired`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from foveakv.evaluation.bootstrap import Floats, Interval
 LEVEL, DRAWS, SEED = 0.95, 2000, 0
 
 Scores = Mapping[Hashable, float]
-"""Item -> score, of one method on one task."""
+"""Item -> score, for one method on one task."""
 
 
 def common(methods: Sequence[Scores]) -> Floats:
-    """[n, methods]: the scores of the items that all of them have, in the first one's order."""
+    """[n, methods]: the scores of the items that all methods have, in the order of the first method."""
     keys = [key for key in methods[0] if all(key in other for other in methods[1:])]
     return np.array([[scores[key] for scores in methods] for key in keys], dtype=np.float64).reshape(-1, len(methods))
 
@@ -29,8 +29,8 @@ def common(methods: Sequence[Scores]) -> Floats:
 def mean(tasks: Sequence[Floats], statistic: Callable[[Floats], Floats]) -> Interval:
     """Interval of a statistic of the methods' means over tasks.
 
-    tasks: [n, methods] each, float64. statistic: means [..., methods] -> [...]. Without a task, or with one that has no
-    items, everything is NaN; with fewer than two items in a task the bounds are NaN, since nothing can be drawn.
+    tasks: [n, methods] each, float64. statistic: means [..., methods] -> [...]. Without tasks, or if a task has no
+    items, everything is NaN; with fewer than two items in a task the bounds are NaN.
     """
     count = sum(map(len, tasks))
     if not tasks or min(map(len, tasks)) == 0:
@@ -47,21 +47,21 @@ def mean(tasks: Sequence[Floats], statistic: Callable[[Floats], Floats]) -> Inte
 
 
 def relative(means: Floats) -> Floats:
-    """Column 0 over column 1, less 1. NaN where column 1 is 0."""
+    """Column 0 / column 1 - 1; NaN where column 1 is 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(means[..., 1] == 0, np.nan, means[..., 0] / means[..., 1] - 1)
 
 
 def difference(means: Floats) -> Floats:
-    """Column 0 less column 1."""
+    """Column 0 - column 1."""
     return means[..., 0] - means[..., 1]
 
 
 def differences(methods: Sequence[Sequence[Scores]]) -> dict[tuple[int, int], Interval]:
-    """Interval of method i less method j for all i < j; methods[i][t] are its scores on task t.
+    """Interval of method i minus method j for all i < j; methods[i][t] are its scores on task t.
 
-    Every pair is compared on the items that both have. Pairs with the same items share their draws, which gives the
-    same figures as pair by pair, sooner.
+    Every pair is compared on the items that both have. Pairs with the same items share their resamples; the figures
+    are the same as pair by pair, and computed faster.
     """
     groups: dict[tuple[frozenset[Hashable], ...], list[tuple[int, int]]] = {}
     for i in range(len(methods)):
@@ -83,7 +83,7 @@ def differences(methods: Sequence[Sequence[Scores]]) -> dict[tuple[int, int], In
 def _pairs(
     columns: Sequence[Floats], pairs: Sequence[tuple[int, int]], index: Mapping[int, int]
 ) -> dict[tuple[int, int], Interval]:
-    """columns: [n, members] of each task, the same items for all members. index: method -> its column."""
+    """columns: [n, members] per task, the same items for all members. index: method -> column."""
     left, right = ([index[pair[side]] for pair in pairs] for side in (0, 1))
     count = sum(map(len, columns))
     if not columns or min(map(len, columns)) < 2:
@@ -101,12 +101,12 @@ def _pairs(
 
 
 def _draws(tasks: Sequence[Floats]) -> Floats:
-    """[draws, methods]: mean over tasks of the means of items drawn with replacement."""
+    """[draws, methods]: mean over tasks of the means of resampled items."""
     generator = np.random.default_rng(SEED)
     total = np.zeros((DRAWS, tasks[0].shape[1]))
     for task in tasks:
         chosen = generator.integers(0, len(task), (DRAWS, len(task)))
-        # How often each item was drawn, times its scores: no [draws, n, methods] tensor.
+        # Multiply counts by scores, which avoids a [draws, n, methods] array.
         offsets = np.arange(DRAWS)[:, None] * len(task)
         counts = np.bincount((chosen + offsets).ravel(), minlength=DRAWS * len(task)).reshape(DRAWS, len(task))
         total += counts @ task / len(task)

@@ -1,4 +1,4 @@
-"""One item, several methods: replies, agreement with the full cache, bytes and times."""
+"""Run methods on one item: replies, agreement with the full cache, bytes and times."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from foveakv.engines.transformers.report import Report
 from foveakv.errors import MethodError, UnsupportedModeError
 from foveakv.evaluation.agreement import Agreement, add
 from foveakv.evaluation.compare import Candidate
-from foveakv.evaluation.decoding import Speaker
+from foveakv.evaluation.decoding import GreedyDecoder
 from foveakv.evaluation.grading import grade
 from foveakv.evaluation.items import Item
 from foveakv.evaluation.replay import Recording, read, record, replay, replays
@@ -36,13 +36,13 @@ T = TypeVar("T")
 TIMED = 8
 """Decode steps whose median is a method's time per token."""
 FULL_PLACE = -1
-"""Stands for the full cache among the places of methods."""
+"""Index of the full cache, next to the indices of methods."""
 
 
 @dataclass
-class _Talk:
-    """A conversation: replies (one per turn), the cache's report at the end of the first, and the logits behind which
-    each token of the full cache's replies was chosen (empty for methods)."""
+class _Chat:
+    """replies: one per turn. report: of the cache at the end of the first reply. logits: those that each token of the
+    full cache's replies was chosen from (None for methods)."""
 
     cache: CompressedCache
     replies: list[list[int]]
@@ -56,7 +56,7 @@ class Bench:
     Args:
         loaded: model and processor.
         backend, kv_dtype: as for `foveakv.compress`.
-        time_every: `token_seconds` is measured on every so many items, each method alone; 0 never measures it.
+        time_every: `token_seconds` is measured on every n-th item, each method alone; 0 never measures it.
     """
 
     def __init__(
@@ -65,36 +65,36 @@ class Bench:
         self.loaded = loaded
         self.options = {"backend": backend, "kv_dtype": kv_dtype}
         self.time_every = time_every
-        self.speaker = Speaker(loaded.model, loaded.processor)
+        self.decoder = GreedyDecoder(loaded.model, loaded.processor)
 
     def run(self, item: Item, candidates: Sequence[Candidate]) -> Iterator[Result]:
-        """One result per candidate, in their order; where something raises, a result with `error`.
+        """One result per candidate, in order; an exception becomes a result with `error`.
 
-        The prompt is read once; every method then compresses the same recorded prefill (`replay.py`), except where
-        that cannot be: then each reads it for itself, with the same outcome. Methods decode side by side, as rows of a
-        batch (`bundle.py`), each over its own cache.
+        The prompt is read once, and every method compresses the same recorded prefill (`replay.py`). If that is not
+        possible, each method reads the prompt itself, with the same outcome. Methods decode as rows of a batch
+        (`bundle.py`), each over its own cache.
         """
         try:
             prompt = _Prompt(self, item)
-            full = prompt.talk([prompt.full], keep_logits=True)[0]
-        except Exception as error:  # a method may raise anything; the others go on
+            full = prompt.chat([prompt.full], keep_logits=True)[0]
+        except Exception as error:  # a method may raise anything; the others continue
             for candidate in candidates:
                 yield self._failed(item, candidate, error)
             return
         methods = [_drawn(candidate.method, item) for candidate in candidates]
         agreements = [Agreement() for _ in methods]
         given = _each(methods, lambda places: prompt.follow(full, [methods[i] for i in places], places, agreements))
-        # Whoever says what the full cache says needs no conversation of its own.
-        differing = [i for i, talk in enumerate(given) if isinstance(talk, _Talk) and agreements[i].differs]
-        own = _each(differing, lambda places: prompt.talk([methods[differing[i]] for i in places]))
-        talks = list(given)
-        for i, talk in zip(differing, own, strict=True):
-            talks[i] = talk
+        # A method that always agrees with the full cache would have the same conversation.
+        differing = [i for i, chat in enumerate(given) if isinstance(chat, _Chat) and agreements[i].differs]
+        own = _each(differing, lambda places: prompt.chat([methods[differing[i]] for i in places]))
+        chats = list(given)
+        for i, chat in zip(differing, own, strict=True):
+            chats[i] = chat
         for i, method in enumerate(methods):
-            if method.name == FULL:  # the yardstick itself, not a second run of it
-                talks[i], agreements[i] = full, Agreement.perfect(sum(map(len, full.replies)) - 1)
-        seconds = self._times(prompt, full, methods, talks)
-        for i, (candidate, found, agreement) in enumerate(zip(candidates, talks, agreements, strict=True)):
+            if method.name == FULL:  # the baseline itself, not a second run of it
+                chats[i], agreements[i] = full, Agreement.perfect(sum(map(len, full.replies)) - 1)
+        seconds = self._times(prompt, full, methods, chats)
+        for i, (candidate, found, agreement) in enumerate(zip(candidates, chats, agreements, strict=True)):
             try:
                 if isinstance(found, Exception):
                     raise found
@@ -105,17 +105,17 @@ class Bench:
                 yield self._result(
                     prompt, full, candidate, found, agreement, took, None if isinstance(beside, Exception) else beside
                 )
-            except Exception as error:  # a method may raise anything; the others go on
+            except Exception as error:  # a method may raise anything; the others continue
                 yield self._failed(item, candidate, error)
 
     def _times(
-        self, prompt: _Prompt, full: _Talk, methods: Sequence[Method], talks: Sequence[_Talk | Exception]
+        self, prompt: _Prompt, full: _Chat, methods: Sequence[Method], chats: Sequence[_Chat | Exception]
     ) -> dict[int, float | Exception | None]:
-        """Seconds per token of the methods that have not failed, by their places, and of the full cache beside them by
-        `FULL_PLACE`; empty where an item is not timed."""
+        """Index -> seconds per token, for methods that have not failed and for the full cache (`FULL_PLACE`); empty if
+        the item is not timed."""
         if not self.time_every or prompt.item.number % self.time_every:
             return {}
-        good = [FULL_PLACE, *(i for i, talk in enumerate(talks) if isinstance(talk, _Talk) and methods[i].name != FULL)]
+        good = [FULL_PLACE, *(i for i, chat in enumerate(chats) if isinstance(chat, _Chat) and methods[i].name != FULL)]
         own = [prompt.full if i == FULL_PLACE else methods[i] for i in good]
         reply = full.replies[0]
         times = _each(good, lambda places: prompt.token_seconds([own[i] for i in places], reply))
@@ -125,23 +125,23 @@ class Bench:
     def _result(
         self,
         prompt: _Prompt,
-        full: _Talk,
+        full: _Chat,
         candidate: Candidate,
-        talk: _Talk,
+        chat: _Chat,
         agreement: Agreement,
         token_seconds: float | None,
         full_token_seconds: float | None,
     ) -> Result:
-        item, report = prompt.item, talk.report
+        item, report = prompt.item, chat.report
         if agreement.kl is not None and not math.isfinite(agreement.kl):
-            raise MethodError("the logits are no numbers; the method has spoilt keys or values")
+            raise MethodError("the logits contain NaN or infinity; the method has corrupted keys or values")
         if report is None:
             raise UnsupportedModeError(f"item {item.number} of {item.task} has no turn")
         turns = tuple(
             TurnResult(
-                turn.text, text := self.speaker.text(reply), turn.answer, grade(turn, text), len(turn.facts), len(reply)
+                turn.text, text := self.decoder.text(reply), turn.answer, grade(turn, text), len(turn.facts), len(reply)
             )
-            for turn, reply in zip(item.turns, talk.replies, strict=True)
+            for turn, reply in zip(item.turns, chat.replies, strict=True)
         )
         totals = report.to_dict()
         return Result(
@@ -152,7 +152,7 @@ class Bench:
             equal=agreement.equal,
             kl=agreement.kl,
             scored=agreement.scored,
-            log_likelihood=prompt.likelihood(full, talk.replies[0]) if item.long else None,
+            log_likelihood=prompt.likelihood(full, chat.replies[0]) if item.long else None,
             context=prompt.tokens,
             stored_bytes=totals["stored_bytes"],
             full_bytes=totals["full_bytes"],
@@ -162,9 +162,9 @@ class Bench:
             retrieved=totals["retrieved"],
             hits=sum(layer.hits for layer in report.layers),
             token_seconds=token_seconds,
-            prefill_seconds=talk.cache.prefill_seconds,
+            prefill_seconds=chat.cache.prefill_seconds,
             full_token_seconds=full_token_seconds,
-            details=_details(talk.cache),
+            details=_details(chat.cache),
         )
 
     def _who(self, item: Item, candidate: Candidate) -> dict[str, Any]:
@@ -179,21 +179,21 @@ class Bench:
 
 
 class _Prompt:
-    """An item's prompt, read once."""
+    """The prompt of an item, read once."""
 
     def __init__(self, bench: Bench, item: Item) -> None:
-        self.bench, self.item, self.speaker = bench, item, bench.speaker
+        self.bench, self.item, self.decoder = bench, item, bench.decoder
         model, processor = bench.loaded
         self.inputs = build_inputs(processor, item.turns[0].text, item.images, model=model)
         self.tokens = int(self.inputs["input_ids"].shape[1])
         self._recording: Recording | None = None
         self.full = Full()
         self._begun: dict[int, tuple[CompressedCache, Tensor]] = {}
-        with contextlib.suppress(UnsupportedModeError):  # then every method reads the prompt for itself
+        with contextlib.suppress(UnsupportedModeError):  # then every method reads the prompt itself
             self._recording = record(model, self.inputs)
 
     def begin(self, method: Method) -> tuple[CompressedCache, Tensor]:
-        """A cache that has read the prompt, and the logits [vocabulary] behind it: each time a copy of the same."""
+        """A copy of the cache that holds the prompt, and the logits [vocabulary] after it."""
         if id(method) not in self._begun:
             self._begun[id(method)] = self._read(method)
         cache, logits = self._begun[id(method)]
@@ -205,95 +205,95 @@ class _Prompt:
             return read(self.bench.loaded.model, self.inputs, method, **options)
         return replay(self._recording, method, **options), self._recording.logits
 
-    def talk(self, methods: Sequence[Method], *, keep_logits: bool = False) -> list[_Talk]:
+    def chat(self, methods: Sequence[Method], *, keep_logits: bool = False) -> list[_Chat]:
         """The conversation with each method's own replies."""
-        talks, logits = self._begin(methods)
+        chats, logits = self._begin(methods)
         for number, turn in enumerate(self.item.turns):
             if number:
-                logits = self._ask(talks, turn.text)
-            caches = [talk.cache for talk in talks]
-            replies, chosen_from = self.speaker.reply_all(caches, logits, turn.max_new_tokens)
-            for talk, reply, own in zip(talks, replies, chosen_from, strict=True):
-                talk.replies.append(reply)
-                talk.report = talk.report or Report.of(talk.cache)
+                logits = self._ask(chats, turn.text)
+            caches = [chat.cache for chat in chats]
+            replies, chosen_from = self.decoder.reply_all(caches, logits, turn.max_new_tokens)
+            for chat, reply, own in zip(chats, replies, chosen_from, strict=True):
+                chat.replies.append(reply)
+                chat.report = chat.report or Report.of(chat.cache)
                 if keep_logits:
-                    talk.logits = [*(talk.logits or []), own]
-        return talks
+                    chat.logits = [*(chat.logits or []), own]
+        return chats
 
     def follow(
-        self, full: _Talk, methods: Sequence[Method], places: Sequence[int], agreements: Sequence[Agreement]
-    ) -> list[_Talk]:
-        """The conversation with the full cache's replies; what methods would have said goes into their agreements.
+        self, full: _Chat, methods: Sequence[Method], places: Sequence[int], agreements: Sequence[Agreement]
+    ) -> list[_Chat]:
+        """The conversation with the full cache's replies; adds the methods' predictions to their agreements.
 
-        The first token of the first reply is left out: it is chosen by the prefill, which sees the whole prompt (unless
-        the method took tokens out of the residual stream).
+        The first token of the first reply is excluded: it is chosen by the prefill, which attends to the whole prompt
+        (it is included for methods that prune tokens in the residual stream).
         """
-        talks, logits = self._begin(methods)
+        chats, logits = self._begin(methods)
         fresh = [Agreement() for _ in methods]
         skip = [replays(method) for method in methods]
         for number, (turn, reply, expected) in enumerate(
             zip(self.item.turns, full.replies, full.logits or [], strict=True)
         ):
             if number:
-                logits = self._ask(talks, turn.text)
+                logits = self._ask(chats, turn.text)
             for step, (token, wanted) in enumerate(zip(reply, expected, strict=True)):
-                judged = [i for i in range(len(talks)) if number or step or not skip[i]]
+                judged = [i for i in range(len(chats)) if number or step or not skip[i]]
                 if judged:
                     add([fresh[i] for i in judged], wanted, [logits[i].float() for i in judged])
                 if step + 1 < len(reply):
-                    caches = [talk.cache for talk in talks]
-                    logits = [out[-1] for out in self.speaker.feed_all(caches, [[token]] * len(talks))]
-            for talk in talks:
-                talk.replies.append(list(reply))
-                talk.report = talk.report or Report.of(talk.cache)
+                    caches = [chat.cache for chat in chats]
+                    logits = [out[-1] for out in self.decoder.feed_all(caches, [[token]] * len(chats))]
+            for chat in chats:
+                chat.replies.append(list(reply))
+                chat.report = chat.report or Report.of(chat.cache)
         for place, agreement in zip(places, fresh, strict=True):
             agreements[place].same, agreements[place].divergences = agreement.same, agreement.divergences
-        return talks
+        return chats
 
-    def _begin(self, methods: Sequence[Method]) -> tuple[list[_Talk], list[Tensor]]:
+    def _begin(self, methods: Sequence[Method]) -> tuple[list[_Chat], list[Tensor]]:
         begun = [self.begin(method) for method in methods]
-        return [_Talk(cache, []) for cache, _ in begun], [logits for _, logits in begun]
+        return [_Chat(cache, []) for cache, _ in begun], [logits for _, logits in begun]
 
-    def _ask(self, talks: Sequence[_Talk], question: str) -> list[Tensor]:
-        """The next question to all; the logits behind it."""
-        tokens = [self.speaker.follow_up(question, talk.replies[-1][-1]) for talk in talks]
-        return [out[-1] for out in self.speaker.feed_all([talk.cache for talk in talks], tokens)]
+    def _ask(self, chats: Sequence[_Chat], question: str) -> list[Tensor]:
+        """Feeds the next question to all caches; the logits after it."""
+        tokens = [self.decoder.follow_up(question, chat.replies[-1][-1]) for chat in chats]
+        return [out[-1] for out in self.decoder.feed_all([chat.cache for chat in chats], tokens)]
 
-    def likelihood(self, full: _Talk, reply: list[int]) -> float:
-        """Mean log-probability that the full cache gives to the tokens of a first reply."""
+    def likelihood(self, full: _Chat, reply: list[int]) -> float:
+        """Mean log-probability of the tokens of a first reply under the full cache."""
         if reply == full.replies[0] and full.logits is not None:
             logits = torch.stack(full.logits[0])
         else:
             cache, first = self.begin(self.full)
             logits = first.float()[None]
             if len(reply) > 1:
-                logits = torch.cat([logits, self.speaker.feed(cache, reply[:-1])])
+                logits = torch.cat([logits, self.decoder.feed(cache, reply[:-1])])
         chosen = torch.tensor(reply, device=logits.device)[:, None]
         return float(logits.log_softmax(-1).gather(-1, chosen).mean())
 
     def token_seconds(self, methods: Sequence[Method], reply: Sequence[int]) -> list[float | None]:
-        """Medians of the first decode steps over the full cache's reply, each step alone; None: it has one token.
+        """Medians of the first decode steps over the full cache's reply; None if the reply has one token.
 
-        Methods step in turns, so that a busy moment of the machine does not hit one of them alone.
+        Methods alternate, so that other load on the machine affects all of them.
         """
         caches = [self.begin(method)[0] for method in methods]
         clocks = [StepClock(self.bench.loaded.model) for _ in methods]
         for token in reply[: min(TIMED, len(reply) - 1)]:
             for cache, clock in zip(caches, clocks, strict=True):
                 with clock:
-                    self.speaker.feed(cache, [token])
+                    self.decoder.feed(cache, [token])
         return [median(clock.seconds) if clock.seconds else None for clock in clocks]
 
 
 def _drawn(method: Method, item: Item) -> Method:
-    """Random tokens are drawn anew for every item, so that intervals over items hold the luck of the draw as well."""
+    """Draws other random tokens for every item, so that intervals over items include the variance of the draw."""
     if not isinstance(method, Random):
         return method
     return replace(method, seed=zlib.crc32(f"{method.seed} {item.task} {item.number} {item.seed}".encode()))
 
 
 def _each(items: Sequence[Any], work: Callable[[Sequence[int]], list[T]]) -> list[T | Exception]:
-    """All at once; where that raises, one at a time, so that an error belongs to the item that causes it."""
+    """Works on all at once; if that raises, one at a time, so that an error belongs to the item that causes it."""
     places = range(len(items))
     if not items:
         return []

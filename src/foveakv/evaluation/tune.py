@@ -1,4 +1,4 @@
-"""The smallest budget per method that agrees with the full cache on a user's own prompts."""
+"""Find the smallest budget per method that agrees with the full cache on your own prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from foveakv.errors import InputError, MethodError
 from foveakv.evaluation.bootstrap import Interval, interval
 from foveakv.evaluation.compare import candidates
 from foveakv.evaluation.items import Item, Turn
-from foveakv.evaluation.lines import prompt_of, read_lines
+from foveakv.evaluation.lines import PromptLine, read_lines
 from foveakv.evaluation.results import does_not_apply
 from foveakv.models.images import read_images
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 
 BUDGETS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7)
 FEW = 20
-"""With fewer prompts the bound says little, and the result says so."""
+"""Number of prompts below which the bound is weak, and a note says so."""
 
 
 @dataclass(frozen=True)
 class Tried:
-    """One budget of a method.
+    """The outcome of one budget of a method.
 
-    loss: share of the full cache's reply tokens that the method would not have given, over prompts; upper: its bound,
-    NaN where unknown. bytes, host: stored bytes, on the compute device and in the backing store, as shares of the full
-    cache's. scored: tokens that were judged. errors: prompts that failed; skipped: prompts that the method does not
-    apply to.
+    loss: share of the full cache's reply tokens that the method does not reproduce, over prompts; upper: its upper
+    bound, NaN if unknown. bytes, host: stored bytes, on the compute device and in the backing store, as shares of the
+    full cache's. scored: number of tokens that were compared. errors: of the prompts that failed; skipped: number of
+    prompts that the method does not apply to.
     """
 
     budget: float | int | str
@@ -54,7 +54,7 @@ class Tried:
 
 @dataclass(frozen=True)
 class Tuned:
-    """A method's budgets, the largest first. best: the smallest that holds together with all larger ones."""
+    """The budgets of a method, largest first. most: the loss that is allowed. options: its other settings."""
 
     method: str
     options: dict[str, Any]
@@ -63,22 +63,23 @@ class Tuned:
 
     @property
     def nothing_judged(self) -> bool:
-        """No reply left a token to judge, and nothing failed: answers of one token, or none."""
+        """No token could be compared and nothing failed: all replies have at most one token."""
         return self.best is None and not any(tried.errors or tried.scored for tried in self.tried)
 
     @property
     def too_few(self) -> bool:
-        """No budget held, though the largest lost no more than `most` and failed nowhere: its bound is too wide."""
+        """No budget holds although the loss of the largest is within `most`: there are too few tokens for the bound."""
         first = self.tried[0]
         return self.best is None and not first.errors and first.loss.mean <= self.most
 
     @property
     def best(self) -> Tried | None:
+        """The smallest budget that holds together with all larger ones; None if there is none."""
         held = list(itertools.takewhile(lambda tried: tried.holds(self.most), self.tried))
         return held[-1] if held else None
 
     def config(self) -> str | None:
-        """The line to paste; None where no budget held."""
+        """Python code that applies the best budget; None if no budget holds."""
         if self.best is None:
             return None
         settings = "".join(f", {key}={value!r}" for key, value in {**self.options, "budget": self.best.budget}.items())
@@ -88,16 +89,18 @@ class Tuned:
 def read_prompts(folder: Path, max_new_tokens: int = 64, *, allow_urls: bool = False) -> list[Item]:
     """The prompts of a folder: `prompts.jsonl`, each line {"prompt": "...", "images": ["a.png", ...]}.
 
-    `<image>` marks in the prompt say where pictures go, else they come first; files are named relative to the folder.
-    InputError: the file is missing or empty, or a line is damaged; the message has its number.
+    `<image>` marks in the prompt are the places of the images; without marks, images come first. File names are
+    relative to the folder.
+
+    Raises:
+        InputError: the file is missing or empty, or a line is wrong; the message has its number.
     """
 
-    def item(number: int, entry: dict[str, Any]) -> Item:
-        text, names = prompt_of(entry)
-        images = tuple(read_images(names, folder=folder, allow_urls=allow_urls))
-        return Item("prompts", number, 0, images, (Turn(text, (), max_new_tokens=max_new_tokens),))
+    def item(number: int, line: PromptLine) -> Item:
+        images = tuple(read_images(line.images, folder=folder, allow_urls=allow_urls))
+        return Item("prompts", number, 0, images, (Turn(line.prompt, (), max_new_tokens=max_new_tokens),))
 
-    return read_lines(folder / "prompts.jsonl", item, ("prompt", "images"), '{"prompt": "...", "images": ["a.png"]}')
+    return read_lines(folder / "prompts.jsonl", PromptLine, item, '{"prompt": "...", "images": ["a.png"]}')
 
 
 def tune(
@@ -112,21 +115,29 @@ def tune(
     seed: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Tuned]:
-    """Tries all budgets with every method on every prompt.
+    """Runs every method at every budget on every prompt.
 
-    A budget holds where the upper bound of the mean loss is at most `max_loss`: the bootstrap's (over prompts, at
-    `level`), and at least what a share that was never seen among so many tokens may still be, -ln((1 - level) / 2) /
-    tokens (the rule of three; it takes tokens as independent). Prompts that a method does not apply to, since it drops
-    visual tokens only, are left out.
-    The loss of a prompt is the share of the full cache's reply tokens, each behind the full cache's tokens before it,
-    that the method would not have given; the first token of a reply does not count, since the prefill sees everything
-    (of a method that takes tokens out of the prefill it does).
+    A budget holds if the upper bound of the mean loss is at most `max_loss`. The bound is the larger of the bootstrap
+    bound over prompts at `level` and -ln((1 - level) / 2) / tokens, the largest rate that is consistent with zero
+    events in that many tokens (the rule of three, assuming independent tokens). Prompts that a method does not apply
+    to, because it drops only visual tokens, are left out.
+    The loss of a prompt is the share of the full cache's reply tokens that the method does not reproduce, each
+    predicted from the full cache's tokens before it. The first token of a reply is excluded, because its prefill
+    attends to everything (it is included for methods that prune tokens during the prefill).
 
     Args:
-        options: further settings per method name. progress: called with (prompts done, prompts).
+        bench: runs methods on prompts.
+        prompts: see `read_prompts`.
+        methods: names of methods.
+        budgets: all of one kind (shares, tokens or bytes).
+        options: further settings per method name.
+        max_loss: largest loss that is allowed, between 0 and 1.
+        level: confidence of the bound.
+        seed: of the bootstrap.
+        progress: called with (prompts done, prompts).
 
     Raises:
-        MethodError: a method takes no budget. InputError: max_loss is no share; budgets of several kinds.
+        MethodError: a method takes no budget. InputError: max_loss is not a share; budgets of several kinds.
     """
     options = options or {}
     chosen = candidates_to_tune(methods, budgets, options, max_loss)
@@ -160,15 +171,17 @@ def candidates_to_tune(
             f"max_loss is a share of tokens between 0 and 1; got {max_loss} (no number of prompts proves a loss of 0)"
         )
     if not budgets or not methods:
-        raise InputError("there is nothing to tune; name at least one method and one budget")
+        raise InputError("nothing to tune; give at least one method and one budget")
     parsed = {budget: parse_budget(budget) for budget in budgets}
     if len({one.kind for one in parsed.values()}) != 1:
-        raise InputError("budgets to tune must all be shares, or all tokens, or all bytes, so that they have an order")
+        raise InputError("budgets to tune must be of one kind: all shares, all tokens, or all bytes")
     order = sorted(parsed, key=lambda budget: parsed[budget].value, reverse=True)
     chosen = candidates(methods, order, options)
     for candidate in chosen:
         if getattr(candidate.method, "budget", None) not in order:
-            raise MethodError(f"{candidate.label}: takes no budget to tune, or its settings hold one")
+            raise MethodError(
+                f"{candidate.label}: takes no budget, or its settings fix one, so there is nothing to tune"
+            )
     return chosen
 
 

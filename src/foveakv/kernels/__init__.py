@@ -1,12 +1,12 @@
 """Decode attention over runs of different lengths: one function, several backends.
 
-"auto" stands for (see `choose`):
+`backend="auto"` picks one (see `choose`):
 
 | device | storage | backend |
 |---|---|---|
-| CPU | float32, bfloat16, float16, codes | `cpu` if its kernel can be built and loaded here, else `blocks` |
+| CPU | float32, bfloat16, float16, quantized | `cpu` if its kernel can be built and loaded here, else `blocks` |
 | CPU, more than 48 query rows (G * q) per KV head, no attention sum | any | `blocks`, which uses matrix products |
-| CPU | float64, or codes with float64 queries | `blocks` |
+| CPU | float64, or float64 queries | `blocks` |
 | CUDA | the same, head dims up to 256 | `triton` where triton is installed, else `blocks` |
 | other | any | `blocks` |
 """
@@ -26,8 +26,8 @@ from torch import Tensor
 from foveakv.errors import MethodError
 from foveakv.kernels import blocks, reference
 from foveakv.kernels.contract import Attended
-from foveakv.kernels.residual import attend_with_copies
-from foveakv.memory.segments import Runs
+from foveakv.kernels.residual import attend_with_residual
+from foveakv.memory.runs import Runs
 
 Backend = Callable[..., Attended]  # (query, runs, scaling, mask, need_attention_sum, need_lse, other_lse), see `attend`
 
@@ -40,21 +40,21 @@ def _triton(*arguments: Any) -> Attended:
     return _module("triton_decode").attend(*arguments)
 
 
-# The one seam for further kernels: a row here, a line in `problem` if it cannot be used everywhere, and where it
-# should be the default a line in `choose`. What a backend needs is imported when it is first used.
+# To add a kernel: a row here, a line in `problem` if it cannot be used everywhere, and a line in `choose` where it
+# should be the default. What a backend needs is imported when it is first used.
 BACKENDS: dict[str, Backend] = {
     "reference": reference.attend,
     "blocks": blocks.attend,
     "cpu": _cpu,
     "triton": _triton,
 }
-READS_COPIES = ("cpu",)  # these read `runs.exact` themselves; for the others `attend_with_copies` does
+READS_RESIDUAL = ("cpu",)  # these read `runs.residual` themselves; for the others `attend_with_residual` does
 MOST_ROWS_CPU = 48  # measured: even in float32 near 60 rows; in bfloat16, on a processor with AMX, from 20 on
 _warned = False
 
 
 def problem(name: str) -> str | None:
-    """Why a backend cannot be used on this machine; None if it can. Builds the CPU kernel if that is the question."""
+    """Why a backend cannot be used on this machine; None if it can. For "cpu" this builds and loads the kernel."""
     if name == "cpu":
         return _module("cpu").problem()
     if name == "triton" and not _module("triton_decode").available():
@@ -89,7 +89,7 @@ def prepare(device: torch.device | str, *, itemsize: int = 4, backend: str = "au
 
 
 def choose(query: Tensor, runs: Runs, *, need_attention_sum: bool = False) -> str:
-    """The backend that "auto" stands for: the table at the top of this module."""
+    """The backend that "auto" uses for these tensors: the table at the top of this module."""
     global _warned
     if query.is_cuda:
         triton = _module("triton_decode")
@@ -123,21 +123,32 @@ def attend(
 ) -> Attended:
     """Attention of q new tokens over every stored slot of their run.
 
-    query [B, Hq, q, D], RoPE applied; query head i reads KV head i // (Hq // H).
-    mask bool [B, 1 or H, q, M] in padded run coordinates, True = may attend; None = every stored slot.
-    other_lse [B, Hq, q]: the log-sum-exp of what every query attends to elsewhere. out and attention_sum are then the
-    share of these runs in the whole, and the log-sum-exp is that of both together.
+    Args:
+        query: [B, Hq, q, D], RoPE applied; query head i reads KV head i // (Hq // H).
+        runs: stored keys and values, see `foveakv.memory.runs`. Quantized runs are dequantized while they are read;
+            slots that have a full-precision copy (`runs.residual`) are read from it.
+        scaling: factor of the scores, usually D ** -0.5.
+        mask: bool [B, 1 or H, q, M] in padded run coordinates, True = may attend; None = every stored slot.
+        need_attention_sum: also return the attention probabilities summed over the query group and the q queries.
+        need_lse: also return the log-sum-exp of the scores.
+        other_lse: [B, Hq, q], the log-sum-exp of what every query attends to elsewhere. out and attention_sum are then
+            the share of these runs in the whole, and the log-sum-exp is that of both together.
+        backend: "auto" or a name in `BACKENDS`.
 
-    Returns out [B, Hq, q, Dv] in the query's dtype; with `need_attention_sum` the attention probabilities summed over
-    the query group and the q queries: attention_sum [B, H, M] float32 (float64 for float64 queries), 0 beyond a run; with `need_lse`
-    the natural log-sum-exp of the scaled scores, [B, Hq, q] in the dtype of the attention sum.
-    Runs with `codes` hold keys and values as codes, and with `exact` full-precision copies of some, which are read in
-    place of the codes.
-    A query that may attend to nothing gets 0, and -inf as its log-sum-exp. Sixteen-bit storage accumulates in float32.
-    No gradients: what is stored was detached from its graph, and pieces merged by log-sum-exp would give wrong ones.
+    Returns:
+        out [B, Hq, q, Dv] in the query's dtype; attention_sum [B, H, M], 0 beyond a run; lse [B, Hq, q], the natural
+        log-sum-exp of the scaled scores. The latter two are float32, and float64 for float64 queries. A query that may
+        attend to nothing gets 0, and -inf as its log-sum-exp.
+
+    Query, keys and values may differ in dtype, as they do under autocast: they meet in the widest of the three, and
+    16-bit dtypes are summed in float32. Autocast itself has no effect here.
+    No gradients: stored keys and values are detached, and pieces merged by log-sum-exp would give wrong ones.
 
     MethodError: an unknown backend, or one that cannot be used here or with these tensors. ValueError: shapes.
     """
+    if torch.is_autocast_enabled(device := query.device.type):
+        with torch.no_grad(), torch.autocast(device, enabled=False):
+            return _attend(query, runs, scaling, mask, need_attention_sum, need_lse, other_lse, backend)
     if torch.is_grad_enabled():  # asked, because entering no_grad takes a few microseconds
         with torch.no_grad():
             return _attend(query, runs, scaling, mask, need_attention_sum, need_lse, other_lse, backend)
@@ -173,8 +184,8 @@ def _attend(
         raise MethodError(f"no attention backend {backend!r}; choose 'auto' or one of {sorted(BACKENDS)}")
     if mask is not None and mask.shape[0] != batch:
         mask = mask.expand(batch, -1, -1, -1)
-    if runs.exact is not None and name not in READS_COPIES:
-        return attend_with_copies(BACKENDS[name], query, runs, scaling, mask, need_attention_sum, need_lse, other_lse)
+    if runs.residual is not None and name not in READS_RESIDUAL:
+        return attend_with_residual(BACKENDS[name], query, runs, scaling, mask, need_attention_sum, need_lse, other_lse)
     return BACKENDS[name](query, runs, scaling, mask, need_attention_sum, need_lse, other_lse)
 
 
@@ -187,7 +198,7 @@ def decode_attention(
     need_attention_sum: bool = False,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """`attend` for those who need no log-sum-exp: (out, attention_sum)."""
+    """`attend` without the log-sum-exp: (out, attention_sum), the latter None unless it is needed."""
     return attend(query, runs, scaling, mask, need_attention_sum=need_attention_sum, backend=backend)[:2]
 
 

@@ -1,15 +1,14 @@
-"""Compile the CPU kernel, once per machine, with the compiler that is there.
+"""Compile the CPU kernel, once per machine, with the installed compiler.
 
-A direct compiler call instead of torch.utils.cpp_extension: the kernel needs nothing of torch but its thread pool, so
-it takes plain pointers. That compiles in a third of the time, needs no ninja and no Python headers, and loads in a
-millisecond.
+A direct compiler call instead of torch.utils.cpp_extension: the kernel needs only torch's thread pool and takes plain
+pointers. That compiles in a third of the time, needs no ninja and no Python headers, and loads in a millisecond.
 
 The library calls torch's threads through at::parallel_for, which is OpenMP. It is compiled with -fopenmp but linked
 against libtorch_cpu alone, so that it uses whichever OpenMP runtime torch itself runs on: two of them in one process
 stall each other.
 
-There is one library per instruction set. Which one is needed is asked at run time (torch's own detection), and its
-compiler flags are part of the file's name, so that machines of different kinds may share a cache folder.
+There is one library per instruction set, chosen at run time (torch's own detection). Its compiler flags are part of
+the file's name, so that machines of different kinds may share a cache folder.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ import torch
 
 SOURCE = Path(__file__).with_name("cpu_decode.cpp")
 SWITCH = "FOVEAKV_KERNEL"
-FLAGS = ("-O2", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-w")
+FLAGS = ("-O2", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-Wall", "-Wextra")
 LINK_FLAGS = ("-shared", "-Wl,--no-as-needed")
 INSTRUCTIONS: dict[str, tuple[str, ...]] = {
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"),
@@ -42,7 +41,7 @@ TIMEOUT = 300  # seconds for the compiler, and for another process's
 
 
 class BuildError(Exception):
-    """Why there is no CPU kernel; for `foveakv.kernels`, which decides what that means."""
+    """Why there is no CPU kernel, in one line; `foveakv.kernels` falls back to `blocks` or raises MethodError."""
 
 
 def folder() -> Path:
@@ -60,11 +59,12 @@ def instructions() -> str:
 
 
 def switched_off() -> bool:
+    """Whether FOVEAKV_KERNEL=off (or 0, no, false) forbids building and loading."""
     return os.environ.get(SWITCH, "").lower() in ("off", "0", "no", "false")
 
 
 def find(where: Path | None = None) -> Path | None:
-    """The library for this machine, if it is built and whole. Files that are not are deleted."""
+    """The library for this machine, None if it is not built. Incomplete files are deleted."""
     for path in (where or folder()).glob(f"{_stem(instructions())}-*.so"):
         try:
             if path.stem.rpartition("-")[2] == _digest(path.read_bytes()):
@@ -76,7 +76,7 @@ def find(where: Path | None = None) -> Path | None:
 
 
 def build(where: Path | None = None, *, force: bool = False) -> Path:
-    """The library's path, compiled if it is not there; safe to call from several processes at once.
+    """The library's path, compiled if it does not exist; safe to call from several processes at once.
 
     BuildError: with the reason, on one line.
     """
@@ -107,6 +107,7 @@ def build(where: Path | None = None, *, force: bool = False) -> Path:
 
 
 def load(path: Path) -> ctypes.CDLL:
+    """Load a built library. BuildError: it cannot be loaded."""
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -114,7 +115,7 @@ def load(path: Path) -> ctypes.CDLL:
 
 
 class Once:
-    """The loaded library of this process, or the reason why there is none; the first caller pays, others wait."""
+    """The loaded library of this process, or the reason why there is none; the first caller builds, others wait."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -129,7 +130,10 @@ class Once:
         self._lock = threading.Lock()
 
     def library(self) -> ctypes.CDLL:
-        """BuildError: no kernel here; the reason stays the same for the life of the process."""
+        """The library, built and loaded on the first call.
+
+        BuildError: there is none; the reason stays the same for the life of the process.
+        """
         if self._library is not None:
             return self._library
         with self._lock:
@@ -151,7 +155,7 @@ class Once:
         return self._library
 
     def problem(self) -> str | None:
-        """None if there is a kernel; builds and loads it first."""
+        """None if the kernel can be used, else the reason. Builds and loads it on the first call."""
         if self._library is not None:
             return None
         try:
@@ -184,7 +188,7 @@ def _flags(kind: str) -> list[str]:
 
 
 def _stem(kind: str) -> str:
-    """Everything that the library depends on, in a file name; the digest of its own content follows."""
+    """A file name made of everything that the library depends on; the digest of its own content follows."""
     made_of = [SOURCE.read_text(encoding="utf8"), torch.__version__, platform.machine(), *_flags(kind), *LINK_FLAGS]
     return f"cpu-{kind.lower()}-{_digest(chr(0).join(made_of).encode())}"
 
@@ -193,7 +197,7 @@ def _compiler() -> list[str]:
     if own := os.environ.get("CXX"):
         command = shlex.split(own)
         if not command or shutil.which(command[0]) is None:
-            raise BuildError(f"CXX names a compiler that is not there: {own}")
+            raise BuildError(f"CXX names a compiler that does not exist: {own}")
         return command
     for name in ("c++", "g++", "clang++"):
         if found := shutil.which(name):
@@ -211,7 +215,7 @@ def _compile(compiler: list[str], target: Path) -> Path:
     home = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory(prefix=".build-", dir=target) as work:
         compiled, linked = Path(work) / "kernel.o", Path(work) / "kernel.so"
-        include = [f"-I{home / 'include'}"]
+        include = ["-isystem", str(home / "include")]  # torch's headers are not checked for warnings
         _run([*compiler, *_flags(kind), *include, "-c", str(SOURCE), "-o", str(compiled)])
         _run([*compiler, *LINK_FLAGS, str(compiled), f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10", "-o", str(linked)])
         load(linked)  # before anybody relies on it

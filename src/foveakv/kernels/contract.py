@@ -1,4 +1,4 @@
-"""What every backend of `foveakv.kernels` gives back, and what they share."""
+"""What every backend of `foveakv.kernels` returns, and what they share."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from foveakv.memory.segments import Runs
+from foveakv.memory.runs import Runs
 
 
 class Attended(NamedTuple):
     """Decode attention of q queries over the stored slots of their runs."""
 
     out: Tensor  # [B, Hq, q, Dv] in the query's dtype
-    attention_sum: Tensor | None = None  # [B, H, M] float32 (float64 for float64 queries), where asked for
+    attention_sum: Tensor | None = None  # [B, H, M] float32 (float64 for float64 queries), if needed
     lse: Tensor | None = None  # [B, Hq, q] natural log-sum-exp of the scaled scores, in the dtype of attention_sum
 
 
 def value_dim(runs: Runs) -> int:
-    """Dv, which is not the width of the rows where these are codes."""
-    return runs.values.shape[-1] if runs.codes is None else runs.codes.value_dim
+    """Dv, which is not the width of the rows where they are quantized."""
+    return runs.values.shape[-1] if runs.quantizer is None else runs.quantizer.value_dim
 
 
 def precision(tensor: Tensor) -> torch.dtype:

@@ -1,8 +1,8 @@
 """Decode attention on a CPU, from a small C++ kernel (cpu_decode.cpp) that is built on first use.
 
 Runs of any lengths are read in place, once for all query heads that share a KV head, and are spread over torch's own
-threads. Storage may be float32, bfloat16, float16 or codes of 8 or 4 bits, with full-precision copies of some slots;
-arithmetic is float32. `attend_with_chunks` reads pages of a store in the same pass.
+threads. Storage may be float32, bfloat16, float16 or quantized to 8 or 4 bits, with full-precision copies of some
+slots; arithmetic is float32. `attend_with_chunks` reads chunks of a store in the same pass.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from foveakv.errors import MethodError
 from foveakv.kernels.build import KERNEL, BuildError
 from foveakv.kernels.contract import Attended
-from foveakv.memory.segments import Runs
+from foveakv.memory.runs import Runs
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 KINDS = {"int8": 3, "int4": 4}
@@ -35,8 +35,8 @@ _FIELDS = {
     **dict.fromkeys(("mask_batch", "mask_head", "mask_query", "heads", "q"), "q"),
     **dict.fromkeys(("chunk_keys", "chunk_values"), "P"),
     **dict.fromkeys(("chunks", "chunk", "table_width"), "q"),
-    **dict.fromkeys(("table", "key_scale", "key_zero", "entry", "copied_keys", "copied_values"), "P"),
-    **dict.fromkeys(("copied_format", "window"), "q"),
+    **dict.fromkeys(("table", "key_scale", "key_zero", "entry", "residual_keys", "residual_values"), "P"),
+    **dict.fromkeys(("residual_format", "window"), "q"),
     "scaling": "d",
     **dict.fromkeys(("other_lse", "out", "lse", "attention_sum"), "P"),
     "attention_sum_width": "q",
@@ -47,17 +47,20 @@ ARGUMENTS = struct.Struct(
 
 
 def problem() -> str | None:
-    """Why this backend cannot be used here, None if it can. Builds the kernel if that was not done before."""
+    """Why this backend cannot be used here, None if it can. Builds and loads the kernel on the first call."""
     return KERNEL.problem()
 
 
 def supports(query: Tensor, runs: Runs) -> bool:
-    """Whether these tensors are of a kind that the kernel reads."""
+    """Whether the kernel reads tensors of these dtypes, on this device."""
     if not query.is_cpu or query.dtype not in DTYPES:
         return False
-    if runs.codes is None:
-        return runs.keys.dtype in DTYPES
-    return runs.codes.kind in KINDS and (runs.exact is None or runs.exact.keys.dtype in DTYPES)
+    if runs.quantizer is None:
+        return runs.keys.dtype in DTYPES and runs.values.dtype in DTYPES
+    residual = runs.residual
+    if residual is not None and not (residual.keys.dtype in DTYPES and residual.values.dtype in DTYPES):
+        return False
+    return runs.quantizer.kind in KINDS
 
 
 def attend(
@@ -71,7 +74,10 @@ def attend(
 ) -> Attended:
     """See `foveakv.kernels.attend` for shapes.
 
+    Keys and values of different dtypes cost a widened copy in every call (`Segments` stores both in one dtype).
+
     MethodError: tensors that the kernel does not read (float64, other devices), or no kernel, with the reason.
+    ValueError: shapes, or runs that reach beyond their buffers.
     """
     return _attend(query, runs, scaling, mask, need_attention_sum, need_lse, other_lse, None)
 
@@ -93,15 +99,17 @@ def attend_with_chunks(
 
     Args:
         query: [B, Hq, q, D], RoPE applied. runs, scaling: see `foveakv.kernels.attend`.
-        chunk_keys: [N, T * D], chunk_values: [N, T * Dv]: N chunks of T tokens, in the dtype of the runs.
+        chunk_keys: [N, T * D], chunk_values: [N, T * Dv]: N chunks of T tokens, in the dtype of the runs' keys.
         table: int64 [R, K]: the chunks that run r = b * H + h reads; -1 = none. Every query may attend to all of them.
         mask: bool [B, 1 or H, q, M] over the runs' own slots.
         need_attention_sum: also return attention_sum [B, H, M] over the runs' own slots, without the chunks.
         need_lse: also return the log-sum-exp [B, Hq, q], over both.
     MethodError: as in `attend`. ValueError: shapes that do not fit, or an index beyond the store.
     """
-    if runs.codes is not None:
-        raise MethodError("the cpu backend reads chunks beside runs of numbers only, not beside codes")
+    if runs.quantizer is not None:
+        raise MethodError(
+            "the cpu backend does not read chunks beside quantized slots; leave kv_dtype out, or choose another backend"
+        )
     total, dim, value_dim = runs.batch * runs.heads, runs.keys.shape[1], runs.values.shape[1]
     if chunk_keys.dtype != runs.keys.dtype or chunk_values.dtype != runs.keys.dtype:
         raise ValueError(f"chunks must be stored as the runs are, in {runs.keys.dtype}, not {chunk_keys.dtype}")
@@ -129,7 +137,7 @@ def _attend(
 ) -> Attended:
     if not supports(query, runs):
         raise MethodError(
-            f"the cpu backend reads float32, bfloat16 and float16 on the CPU, not {query.dtype} and "
+            f"the cpu backend reads float32, bfloat16 and float16 on the CPU, not queries in {query.dtype} and keys in "
             f"{runs.keys.dtype} on {query.device}; choose backend='blocks' or 'auto'"
         )
     try:
@@ -137,17 +145,19 @@ def _attend(
     except BuildError as error:
         raise MethodError(f"the cpu backend is not available: {error}; choose backend='blocks' or 'auto'") from error
     batch, query_heads, q, dim = query.shape
-    keys, values, codes, heads, longest = runs.keys, runs.values, runs.codes, runs.heads, runs.max_length
-    if codes is None:
+    keys, values, quantizer, heads, longest = runs.keys, runs.values, runs.quantizer, runs.heads, runs.max_length
+    if keys.dtype != values.dtype:
+        keys, values = _widened(keys, values)
+    if quantizer is None:
         layout, width, value_dim = DTYPES[keys.dtype], keys.shape[1], values.shape[1]
     else:
-        layout, width, value_dim = KINDS[codes.kind], codes.dim, codes.value_dim
+        layout, width, value_dim = KINDS[quantizer.kind], quantizer.dim, quantizer.value_dim
     if width != dim or query_heads % heads or batch != runs.batch:
         raise ValueError(f"query {tuple(query.shape)} does not fit keys {tuple(keys.shape)} of {heads} heads")
     key_stride, step = keys.stride()
     value_stride, value_step = values.stride()
-    if values.dtype != keys.dtype or step != 1 or value_step != 1:
-        raise ValueError("keys and values must be rows of one dtype, each row in one piece")
+    if step != 1 or value_step != 1:
+        raise ValueError("rows of keys and values must be contiguous")
     if query.dtype == torch.float16:
         source, dtype = query.to(torch.float32), torch.float32
     else:
@@ -175,17 +185,21 @@ def _attend(
             chunk_keys.data_ptr(), chunk_values.data_ptr(), chunk_keys.shape[0], chunk_keys.shape[1] // dim,
             table.shape[1], table.data_ptr(),
         )  # fmt: skip
-    coded: tuple[int, ...] = (0, 0, 0, 0, 0, 0, 0)
-    if codes is not None:
-        exact = runs.exact
-        parts = (codes.key_scale, codes.key_zero, *(() if exact is None else (exact.keys, exact.values)))
-        if not all(part.is_contiguous() for part in parts):
+    quantized: tuple[int, ...] = (0, 0, 0, 0, 0, 0, 0)
+    copies: tuple[Tensor, ...] = ()
+    if quantizer is not None:
+        residual = runs.residual
+        if residual is not None and residual.keys.shape[1]:
+            copies = residual.keys, residual.values
+            if residual.keys.dtype != residual.values.dtype:
+                copies = _widened(*copies)
+        if not all(part.is_contiguous() for part in (quantizer.key_scale, quantizer.key_zero, *copies)):
             raise ValueError("scales, zeros and full-precision copies must be contiguous")
-        coded = (codes.key_scale.data_ptr(), codes.key_zero.data_ptr(), *coded[2:])
-        if exact is not None and exact.keys.shape[1]:
-            coded = (
-                *coded[:2], exact.slot_entry.data_ptr(), exact.keys.data_ptr(), exact.values.data_ptr(),
-                DTYPES[exact.keys.dtype], exact.keys.shape[1],
+        quantized = (quantizer.key_scale.data_ptr(), quantizer.key_zero.data_ptr(), *quantized[2:])
+        if residual is not None and copies:
+            quantized = (
+                *quantized[:2], residual.slot_entry.data_ptr(), copies[0].data_ptr(), copies[1].data_ptr(),
+                DTYPES[copies[0].dtype], copies[0].shape[1],
             )  # fmt: skip
     if other_lse is not None:
         other_lse = other_lse.to(torch.float32).contiguous()
@@ -195,7 +209,7 @@ def _attend(
         layout, batch * heads, query_heads // heads * q, dim, value_dim,
         source.data_ptr(), dtype == torch.bfloat16, *strides[:3], keys.data_ptr(), values.data_ptr(),
         key_stride * itemsize, value_stride * itemsize, keys.shape[0], start.data_ptr(), length.data_ptr(),
-        mask_at, mask_batch, mask_head, mask_query, heads, q, *stored, *coded, scaling,
+        mask_at, mask_batch, mask_head, mask_query, heads, q, *stored, *quantized, scaling,
         0 if other_lse is None else other_lse.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(),
         0 if attention_sum is None else attention_sum.data_ptr(), longest,
     )  # fmt: skip
@@ -203,3 +217,9 @@ def _attend(
     if status:
         raise ValueError(f"decode attention on the CPU failed: {_FAILURES.get(status, f'status {status}')}")
     return Attended(out if dtype == query.dtype else out.to(query.dtype), attention_sum, lse if need_lse else None)
+
+
+def _widened(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the wider of their dtypes."""
+    dtype = torch.promote_types(keys.dtype, values.dtype)
+    return keys.to(dtype), values.to(dtype)

@@ -8,9 +8,9 @@
 // Arithmetic is float32. Storage is read through a format (Float32 and its like), tiles through row pointers: other
 // formats and other places (pages of a store) need a loader or a way to find rows, and no further change.
 //
-// Codes (see memory/codes.py) are multiplied as they are. The query takes the scales of the key channels, its product
-// with their zeros is added to every score; a weight takes the scale of its token's values, and the weighted zeros are
-// summed on their own. Slots that have a full-precision copy are read from it, tile by tile.
+// Quantized rows (see memory/quantizer.py) are multiplied as they are. The query takes the scales of the key channels,
+// its product with their zeros is added to every score; a weight takes the scale of its token's values, and the
+// weighted zeros are summed on their own. Slots that have a full-precision copy are read from it, tile by tile.
 //
 // One library per instruction set: vectors are as wide as the compiler's flags allow.
 
@@ -29,7 +29,15 @@
 #include <vector>
 
 #if defined(__AVX512F__) || defined(__AVX2__)
+#if defined(__GNUC__) && !defined(__clang__)  // GCC warns about its own intrinsics, GCC bug 105593
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
+#else
+#include <immintrin.h>
+#endif
 #endif
 
 namespace {
@@ -166,13 +174,13 @@ struct Raw {
 
 struct Float32 {
   static constexpr int BITS = 32, PER = 1, BYTES = 4;
-  static constexpr bool CODES = false;
+  static constexpr bool QUANTIZED = false;
   static Vec open(Raw<4>::Type raw, int) { return same_bits<Vec>(raw); }
 };
 
 struct BFloat16 {
   static constexpr int BITS = 16, PER = 2, BYTES = 4;
-  static constexpr bool CODES = false;
+  static constexpr bool QUANTIZED = false;
   static Vec open(Raw<4>::Type raw, int part) {
     const Unsigned pair = same_bits<Unsigned>(raw);
     return same_bits<Vec>(part ? pair & 0xffff0000u : pair << 16);
@@ -181,7 +189,7 @@ struct BFloat16 {
 
 struct Float16 {
   static constexpr int BITS = 16, PER = 1, BYTES = 2;
-  static constexpr bool CODES = false;
+  static constexpr bool QUANTIZED = false;
   static Vec open(Raw<2>::Type raw, int) {
 #if defined(__AVX512F__)
     return _mm512_cvtph_ps(same_bits<__m256i>(raw));
@@ -219,15 +227,15 @@ inline Vec converted(Int x) {
 #endif
 }
 
-struct Code8 {
+struct Quantized8 {
   static constexpr int BITS = 8, PER = 1, BYTES = 1;
-  static constexpr bool CODES = true;
+  static constexpr bool QUANTIZED = true;
   static Vec open(Raw<1>::Type raw, int) { return converted(widened(raw)); }
 };
 
-struct Code4 {
+struct Quantized4 {
   static constexpr int BITS = 4, PER = 2, BYTES = 1;
-  static constexpr bool CODES = true;
+  static constexpr bool QUANTIZED = true;
   static Vec open(Raw<1>::Type raw, int part) {
     const Int pair = widened(raw);
     return converted(part ? pair >> 4 : pair & 15);
@@ -241,7 +249,7 @@ inline typename Raw<T::BYTES>::Type raw(const uint8_t* from) {
   return x;
 }
 
-// The last `count` bytes of a row, fewer than a vector's: what lies behind them belongs to somebody else.
+// The last `count` bytes of a row, fewer than a vector's: what follows them is not part of the row.
 template <class T>
 inline typename Raw<T::BYTES>::Type raw_part(const uint8_t* from, int count) {
   using Type = typename Raw<T::BYTES>::Type;
@@ -271,7 +279,7 @@ constexpr int whole_bytes(int dim) { return dim / (T::PER * LANES) * (T::BYTES *
 template <class T>
 constexpr int64_t padded(int64_t dim) { return (dim + T::PER * LANES - 1) / (T::PER * LANES) * (T::PER * LANES); }
 
-// Where the d-th number of a row lies in a query or a sum.
+// The index of the d-th number of a row in a query or a sum.
 template <class T>
 constexpr int64_t place(int64_t d) {
   if constexpr (T::PER == 1) return d;
@@ -279,7 +287,7 @@ constexpr int64_t place(int64_t d) {
   return unit / LANES * LANES * T::PER + d % T::PER * LANES + unit % LANES;
 }
 
-// Starts fetching `count` bytes to the second-level cache; harmless where nothing lies.
+// Starts fetching `count` bytes to the second-level cache; harmless beyond the end of a buffer.
 inline void prefetch(const uint8_t* from, int count) {
   for (int i = 0; i < count; i += 64) __builtin_prefetch(from + i, 0, 2);
 }
@@ -348,9 +356,9 @@ template <class T, int G>
 __attribute__((noinline)) void score(const float* query, int64_t stride, const uint8_t* const* keys,
                                      const uint8_t* const* next, int count, int dim, float* scores) {
   // Sums of four keys at once where the registers hold them: one horizontal sum then serves four scores. Of eight for
-  // few query rows of codes, which come fast enough that four sums alone would wait for each other.
+  // few query rows of quantized keys, which come fast enough that four sums alone would wait for each other.
   constexpr int FIT = 4 * G + 4 <= REGISTERS ? 4 : 2 * G + 2 <= REGISTERS ? 2 : 1;
-  constexpr int K = T::CODES && 8 * (G + 1) < REGISTERS ? 8 : FIT;
+  constexpr int K = T::QUANTIZED && 8 * (G + 1) < REGISTERS ? 8 : FIT;
   int k = 0;
   for (; k + K <= count; k += K) score_some<T, G, K>(query, stride, keys, next, k, dim, scores);
   for (; k < count; ++k) score_some<T, G, 1>(query, stride, keys, next, k, dim, scores);
@@ -388,7 +396,7 @@ inline void weigh_some(const float* weights, const uint8_t* const* values, const
 template <class T, int G>
 __attribute__((noinline)) void weigh(const float* weights, const uint8_t* const* values, const uint8_t* const* next,
                                      int count, int dim, float* out, int64_t stride) {
-  constexpr int MOST = T::CODES && 8 * (G + 1) < REGISTERS ? 8 : 1;
+  constexpr int MOST = T::QUANTIZED && 8 * (G + 1) < REGISTERS ? 8 : 1;
   constexpr int N = 4 * (G + 1) < REGISTERS ? 4 : 2 * (G + 1) < REGISTERS ? 2 : 1;
   constexpr int STEP = T::BYTES * LANES;
   const int whole = whole_bytes<T>(dim);
@@ -443,7 +451,7 @@ inline void with_rows(int rows, const Function& function) {
 
 // Mirrored field by field in cpu.py.
 extern "C" struct Arguments {
-  int64_t format;  // of keys, values and chunks: 0 float32, 1 bfloat16, 2 float16, 3 codes of 8 bits, 4 of 4 bits
+  int64_t format;  // of keys, values and chunks: 0 float32, 1 bfloat16, 2 float16, 3 int8, 4 int4 (quantized)
   int64_t runs, rows, dim, value_dim;  // rows: G * q query rows of a run
   const void* query;  // [batch, heads * G, q, dim]
   int64_t query_bfloat16;  // whether query and out are bfloat16, else float32
@@ -457,10 +465,10 @@ extern "C" struct Arguments {
   const uint8_t *chunk_keys, *chunk_values;  // [chunks, chunk * dim], [chunks, chunk * value_dim] or null
   int64_t chunks, chunk, table_width;
   const int64_t* table;  // [runs, table_width], -1 = none
-  const float *key_scale, *key_zero;  // [runs, dim], for codes
-  const int16_t* entry;  // [stored] or null: which copy stands for a slot's codes, -1 = none
-  const uint8_t *copied_keys, *copied_values;  // [runs, window, dim], [runs, window, value_dim]
-  int64_t copied_format, window;
+  const float *key_scale, *key_zero;  // [runs, dim], if quantized
+  const int16_t* entry;  // [stored] or null: which full-precision copy replaces a slot, -1 = none
+  const uint8_t *residual_keys, *residual_values;  // [runs, window, dim], [runs, window, value_dim]
+  int64_t residual_format, window;
   double scaling;
   const float* other_lse;  // [runs, rows] or null
   void* out;  // [runs, rows, value_dim]
@@ -621,7 +629,7 @@ struct Decode {
   }
 
   void attend(const Piece& piece) {
-    const bool copies = T::CODES && a.entry;
+    const bool copies = T::QUANTIZED && a.entry;
     const int64_t row_floats = row_step * (copies ? 2 : 1) + out_step + TILE + 2 * LANES;
     const Floats memory = floats(rows * row_floats + (copies ? std::max(row_step, out_step) : 0));
     Work w;
@@ -641,7 +649,7 @@ struct Decode {
       store(w.totals + g * LANES, zero());
       store(w.zeros + g * LANES, zero());
     }
-    if constexpr (T::CODES) {
+    if constexpr (T::QUANTIZED) {
       if (copies) std::copy(w.query, w.query + rows * row_step, w.plain);
       const float* scale = a.key_scale + piece.run * a.dim;
       const float* offset = a.key_zero + piece.run * a.dim;
@@ -660,7 +668,7 @@ struct Decode {
     const int64_t key_stride = a.key_stride, value_stride = a.value_stride;
     const uint8_t* keys = a.keys + a.start[piece.run] * a.key_stride;
     const uint8_t* values = a.values + a.start[piece.run] * a.value_stride;
-    // The rows of a tile: at most TILE slots from `slot` on, either pages of the store where they lie, or own slots.
+    // The rows of a tile: at most TILE slots from `slot` on, either of chunks of the store, in place, or of own slots.
     const auto locate = [&](int64_t slot, const uint8_t** key_rows, const uint8_t** value_rows) {
       const bool paged = slot < border;
       const int64_t count = std::min<int64_t>(TILE, (paged ? std::min(border, piece.end) : piece.end) - slot);
@@ -692,7 +700,7 @@ struct Decode {
     float total[ROWS];
     for (int64_t g = 0; g < rows; ++g) {
       total[g] = sum(load(w.totals + g * LANES));
-      if constexpr (T::CODES) {
+      if constexpr (T::QUANTIZED) {
         const float zeros = sum(load(w.zeros + g * LANES));
         for (int64_t d = 0; d < out_step; d += LANES) {
           float* to = w.out + g * out_step + d;
@@ -711,7 +719,7 @@ struct Decode {
     for (int64_t g = 0; g < rows; ++g) finish(piece.run, g, w.out + g * out_step, w.top[g], total[g]);
   }
 
-  // One query row, scaled and laid out for T, zeros behind its end.
+  // One query row, scaled and laid out for T, zeros after its end.
   void read_query(int64_t run, int64_t row, float* to) const {
     const int64_t head = run % a.heads * (a.rows / a.q) + row / a.q;
     const int64_t at = run / a.heads * a.query_batch + head * a.query_head + row % a.q * a.query_query;
@@ -750,7 +758,7 @@ struct Decode {
     }
     const int filled = (count + LANES - 1) / LANES * LANES;
     [[maybe_unused]] Copies copies;
-    if constexpr (T::CODES) {
+    if constexpr (T::QUANTIZED) {
       for (int g = 0; g < rows; ++g)
         for (int k = 0; k < filled; k += LANES) {
           float* s = w.weights + g * TILE + k;
@@ -772,7 +780,7 @@ struct Decode {
           float* to = w.out + g * out_step;
           for (int64_t d = 0; d < out_step; d += LANES) store(to + d, load(to + d) * factor);
           all *= factor;
-          if constexpr (T::CODES) store(w.zeros + g * LANES, load(w.zeros + g * LANES) * factor);
+          if constexpr (T::QUANTIZED) store(w.zeros + g * LANES, load(w.zeros + g * LANES) * factor);
         }
         w.top[g] = highest;
       }
@@ -788,7 +796,7 @@ struct Decode {
         *w.kept_top++ = w.top[g];
       }
     }
-    if constexpr (T::CODES) take_value_scales(w, values, count, filled, copies);
+    if constexpr (T::QUANTIZED) take_value_scales(w, values, count, filled, copies);
     for (int block = 0; block < blocks; ++block) {
       const int low = rows * block / blocks, group = rows * (block + 1) / blocks - low;
       with_rows(group, [&](auto g) {
@@ -805,7 +813,7 @@ struct Decode {
     int64_t copy[TILE];  // row of the copies
   };
 
-  // Finds a tile's copies, and puts their scores in place of what the codes gave.
+  // Finds a tile's copies, and replaces the scores of their quantized keys.
   void score_copies(Work& w, int64_t own, int count, Copies& copies) const {
     const int16_t* entry = a.entry + a.start[w.run] + own;
     for (int k = 0; k < count; ++k) {
@@ -813,10 +821,10 @@ struct Decode {
       copies.slot[copies.count] = k;
       copies.copy[copies.count++] = w.run * a.window + entry[k];
     }
-    const int64_t bytes = a.dim * (a.copied_format ? 2 : 4);
+    const int64_t bytes = a.dim * (a.residual_format ? 2 : 4);
     if (copies.count) std::fill(w.copied, w.copied + row_step, 0.f);
     for (int i = 0; i < copies.count; ++i) {
-      expand<T>(a.copied_format, a.copied_keys + copies.copy[i] * bytes, a.dim, w.copied);
+      expand<T>(a.residual_format, a.residual_keys + copies.copy[i] * bytes, a.dim, w.copied);
       for (int g = 0; g < rows; ++g) {
         Vec total = zero();
         for (int64_t d = 0; d < row_step; d += LANES) total += load(w.plain + g * row_step + d) * load(w.copied + d);
@@ -825,9 +833,9 @@ struct Decode {
     }
   }
 
-  // Adds the copies' values, and turns the other weights into weights of codes.
+  // Adds the copies' values, and multiplies the other weights by the scales of their values.
   void take_value_scales(Work& w, const uint8_t* const* values, int count, int filled, const Copies& copies) const {
-    const int64_t bytes = a.value_dim * (a.copied_format ? 2 : 4), tail = row_bytes<T>(a.value_dim);
+    const int64_t bytes = a.value_dim * (a.residual_format ? 2 : 4), tail = row_bytes<T>(a.value_dim);
     uint8_t tails[4 * TILE];  // scale and zero of every slot's values
     for (int k = 0; k < count; ++k) std::memcpy(tails + 4 * k, values[k] + tail, 4);
     std::memset(tails + 4 * count, 0, 4 * (filled - count));
@@ -835,7 +843,7 @@ struct Decode {
     for (int i = 0; i < copies.count; ++i) {
       const int k = copies.slot[i];
       std::memset(tails + 4 * k, 0, 4);
-      expand<T>(a.copied_format, a.copied_values + copies.copy[i] * bytes, a.value_dim, w.copied);
+      expand<T>(a.residual_format, a.residual_values + copies.copy[i] * bytes, a.value_dim, w.copied);
       for (int g = 0; g < rows; ++g) {
         const Vec weight = splat(w.weights[g * TILE + k]);
         for (int64_t d = 0; d < out_step; d += LANES) {
@@ -949,9 +957,9 @@ extern "C" int64_t foveakv_attend(const Arguments* arguments) {
       case 2:
         return decode<Float16>(*arguments);
       case 3:
-        return decode<Code8>(*arguments);
+        return decode<Quantized8>(*arguments);
       case 4:
-        return decode<Code4>(*arguments);
+        return decode<Quantized4>(*arguments);
       default:
         return BAD_FORMAT;
     }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foveakv.kernels.build import KERNEL
-from foveakv.memory.segments import Runs
+from foveakv.memory.runs import Runs
 
 # `struct Ranking` of cpu_decode.cpp, field by field.
 _FIELDS = {

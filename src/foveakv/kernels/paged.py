@@ -1,8 +1,8 @@
-"""Attention over the slots of the segments and over chosen pages of a store, read where they lie.
+"""Attention over the slots of the segments and over chosen pages of a store, read in place.
 
-Only the CPU kernel reads pages (`reads_pages`). Two cases that it does not cover take a copy of the chosen pages, with
-any backend, and are merged by log-sum-exp: a mask that hides part of the pages, and so many query rows at once that
-"auto" prefers another backend.
+Only the CPU kernel reads pages (`reads_pages`). Cases that it does not cover attend to a copy of the chosen pages, with
+any backend, and are merged by log-sum-exp: a mask that hides part of the pages, pages in another dtype than the slots,
+and so many query rows at once that "auto" prefers another backend.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from foveakv.errors import MethodError
 from foveakv.kernels import attend, choose, cpu
-from foveakv.kernels.contract import Attended
+from foveakv.kernels.contract import Attended, safe, value_dim
 from foveakv.memory.pages import Pages
-from foveakv.memory.segments import Runs
+from foveakv.memory.runs import Runs
 
 
 def reads_pages(runs: Runs, stored: Tensor, backend: str) -> bool:
@@ -44,48 +44,42 @@ def attend_with_pages(
     mask: bool [B, 1 or H, q, M] over own slots. page_mask: bool [B, H, q, K * T] over the pages in the order of the
     table; None = every query may attend to all of them. Returns out [B, Hq, q, Dv], and with `need_attention_sum` the
     attention sum [B, H, M] of the own slots.
-    MethodError: `need_attention_sum` together with a page_mask, or what `attend` raises. ValueError: shapes.
+    MethodError: tensors on another device, or what `attend` raises. ValueError: shapes.
     """
     if not query.is_cpu:
-        raise MethodError("pages are read where they lie on a CPU only; bring them into the segments on a device")
-    many = backend == "auto" and choose(query, runs, need_attention_sum=need_attention_sum) != "cpu"
-    if page_mask is None and not many:
+        raise MethodError("pages are read in place on a CPU only; copy them into the segments on a device")
+    in_place = page_mask is None and pages.keys.dtype == pages.values.dtype == runs.keys.dtype
+    if in_place and backend == "auto":
+        in_place = choose(query, runs, need_attention_sum=need_attention_sum) == "cpu"
+    if in_place and backend in ("auto", "cpu"):
         return cpu.attend_with_chunks(
             query, runs, scaling, pages.keys, pages.values, pages.table, mask, need_attention_sum=need_attention_sum
         )
-    if need_attention_sum:
-        raise MethodError(
-            "pages that a mask hides in part cannot be combined with a method that needs the attention sum"
-        )
-    copied = _copied(pages, runs)
+    copied = _copied(pages, runs, query.shape[-1], value_dim(runs))
     if page_mask is not None:
         page_mask = page_mask[..., : copied.max_length]
-    own = attend(query, runs, scaling, mask, need_lse=True, backend=backend)
     other = attend(query, copied, scaling, page_mask, need_lse=True, backend=backend)
-    return Attended(_merged(own, other))
+    own = attend(
+        query, runs, scaling, mask,
+        need_attention_sum=need_attention_sum, need_lse=True, other_lse=other.lse, backend=backend,
+    )  # fmt: skip
+    if own.lse is None or other.lse is None:
+        raise ValueError("outputs can be merged only with their log-sum-exp")
+    share = torch.exp(other.lse - safe(own.lse))[..., None]  # of the pages in the whole; own.out has its own
+    out = own.out + torch.where(share == 0, 0, other.out * share)
+    return Attended(out.to(query.dtype), own.attention_sum)
 
 
-def _copied(pages: Pages, runs: Runs) -> Runs:
+def _copied(pages: Pages, runs: Runs, dim: int, value_dim: int) -> Runs:
     """The chosen pages as runs of their own."""
     wanted = pages.table >= 0
-    tokens = pages.keys.shape[1] // runs.keys.shape[1]
+    tokens = pages.keys.shape[1] // dim
     index, length = pages.table[wanted], wanted.sum(-1) * tokens
     longest = int(length.max())
-    keys = pages.keys.index_select(0, index).view(-1, runs.keys.shape[1])
-    values = pages.values.index_select(0, index).view(-1, runs.values.shape[1])
+    keys = pages.keys.index_select(0, index).view(-1, dim)
+    values = pages.values.index_select(0, index).view(-1, value_dim)
     start = length.cumsum(0) - length
     return Runs(
         keys, values, torch.zeros(len(keys), dtype=torch.int32), start, length, runs.batch, runs.heads, longest,
         bool((length == longest).all()), start, length,
     )  # fmt: skip
-
-
-def _merged(one: Attended, two: Attended) -> Tensor:
-    """Outputs over two sets of slots -> the output over both."""
-    if one.lse is None or two.lse is None:
-        raise ValueError("outputs can be merged only with their log-sum-exp")
-    top = torch.maximum(one.lse, two.lse)
-    top = top.masked_fill(top == -torch.inf, 0)
-    first, second = (one.lse - top).exp()[..., None], (two.lse - top).exp()[..., None]
-    summed, norm = one.out * first + two.out * second, first + second
-    return torch.where(norm == 0, 0, summed / norm).to(one.out.dtype)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from foveakv.kernels.contract import Attended, precision, share, value_dim
-from foveakv.memory.segments import Runs
+from foveakv.memory.runs import Runs
 
 
 def attend(
@@ -33,8 +33,8 @@ def attend(
         b, h = divmod(run, runs.heads)
         heads = slice(h * group, (h + 1) * group)
         keys, values = runs.keys[first : first + length], runs.values[first : first + length]
-        if runs.codes is not None:
-            keys, values = runs.codes.decode_keys(keys, run), runs.codes.decode_values(values)
+        if runs.quantizer is not None:
+            keys, values = runs.quantizer.dequantize_keys(keys, run), runs.quantizer.dequantize_values(values)
         keys, values = keys.to(dtype), values.to(dtype)
         scores = query[b, heads].to(dtype) @ keys.T * scaling  # [G, q, length]
         if mask is not None:

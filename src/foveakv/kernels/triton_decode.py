@@ -5,12 +5,10 @@ row are merged. The attention sum, where asked for, is a third launch that recom
 log-sum-exp, so that nothing is added atomically and the result does not change from call to call.
 
 Nothing waits for the device: starts and lengths are read there, and the grid follows from shapes and from the power
-of two above `max_length`. A call captured in a CUDA graph stays right while lengths change in place below that power
-of two (the shape of a mask or an attention sum, of course, stays what it was).
+of two above `max_length`. A call captured in a CUDA graph stays valid while lengths change in place below that power
+of two; the shapes of a mask and of an attention sum are fixed by the capture.
 
-Contract with `foveakv.kernels`: the registry row "triton" imports this module on first use and calls `attend` or
-`attend_with_lse`; `available()` says whether that can work on this machine, `supports(query, runs)` whether it takes
-such tensors. Importing this module does not import triton; the first call does.
+Importing this module does not import triton; the first call does.
 Without a GPU the same code runs in Triton's interpreter: set TRITON_INTERPRET=1 before the first call (for tests).
 """
 
@@ -30,7 +28,7 @@ from torch import Tensor
 from foveakv.errors import MethodError
 from foveakv.kernels.contract import Attended, share
 from foveakv.kernels.contract import value_dim as width
-from foveakv.memory.segments import Runs
+from foveakv.memory.runs import Runs
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 KINDS = {"int8": 1, "int4": 2}
@@ -66,7 +64,7 @@ def attend(
     need_lse: bool = False,
     other_lse: Tensor | None = None,
 ) -> Attended:
-    """See `foveakv.kernels.attend` for shapes. float16, bfloat16, float32 and codes; head dims up to 256."""
+    """See `foveakv.kernels.attend` for shapes. float16, bfloat16, float32 and quantized runs; head dims up to 256."""
     out, attention_sum, lse = attend_with_lse(query, runs, scaling, mask, need_attention_sum, other_lse)
     return Attended(out, attention_sum, lse if need_lse else None)
 
@@ -92,7 +90,7 @@ def attend_with_lse(
     """
     kernels = _kernels(query, runs)
     batch, query_heads, q, dim = query.shape
-    codes, value_dim = runs.codes, width(runs)
+    quantizer, value_dim = runs.quantizer, width(runs)
     rows, total = query_heads // runs.heads * q, batch * runs.heads
     out = query.new_empty(batch, query_heads, q, value_dim)
     lse = torch.empty(batch, query_heads, q, dtype=torch.float32, device=query.device)
@@ -102,14 +100,14 @@ def attend_with_lse(
     if runs.max_length == 0:
         return out.zero_(), attention_sum, lse.fill_(-torch.inf) if other_lse is None else lse.copy_(other_lse)
 
-    kind = 0 if codes is None else KINDS[codes.kind]
+    kind = 0 if quantizer is None else KINDS[quantizer.kind]
     narrowest = 32 if kind == 2 else 16  # tl.dot wants 16, and two channels of 4 bits share a byte
     block_d, block_dv = max(narrowest, _power(dim)), max(narrowest, _power(value_dim))
     # Operands of different types meet in float32; the interpreter has no arithmetic in bfloat16.
-    mixed = codes is None and len({query.dtype, runs.keys.dtype, runs.values.dtype}) > 1
+    mixed = quantizer is None and len({query.dtype, runs.keys.dtype, runs.values.dtype}) > 1
     upcast = mixed or (kernels.INTERPRETED and query.dtype == torch.bfloat16)
     slot_bytes = _power(block_d + block_dv) * (4 if upcast else query.element_size())  # as operands of tl.dot
-    scale_zero = (runs.length, runs.length) if codes is None else (codes.key_scale, codes.key_zero)
+    scale_zero = (runs.length, runs.length) if quantizer is None else (quantizer.key_scale, quantizer.key_zero)
     block_rows = row_block(rows, slot_bytes)
     blocks = -(-rows // block_rows)
     tile = tile or tile_size(slot_bytes)
@@ -190,7 +188,7 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 def _complaint(query: Tensor, runs: Runs) -> str | None:
-    for tensor in (query,) if runs.codes is not None else (query, runs.keys, runs.values):
+    for tensor in (query,) if runs.quantizer is not None else (query, runs.keys, runs.values):
         if tensor.dtype not in DTYPES:
             return (
                 f"the triton backend computes in float16, bfloat16 and float32, got {tensor.dtype}; "

@@ -2,11 +2,11 @@
 
 In shapes: R = runs, S = splits of a run, n = G * q query rows that share a run (row i is query i % q of head i // q),
 BLOCK_D and BLOCK_DV = powers of two that hold D and Dv. Scores are kept in base 2 (exp2 is what the hardware has).
-KIND = 0: keys and values are numbers, 1: codes of 8 bits, 2: codes of 4 bits (see memory/codes.py). Codes go into the
-products as they are, less their middle, so that they fit 16-bit numbers. The query takes the scales of the key channels
-and every score gets the query's product with their zeros; a weight takes the scale of its token's values, and weighted
+KIND = 0: keys and values are numbers, 1: 8-bit levels, 2: 4-bit levels (see memory/quantizer.py). Levels enter the
+products minus their middle, so that they fit 16-bit numbers. The query takes the scales of the key channels and every
+score gets the query's product with their zeros; a weight takes the scale of its token's values, and weighted
 zeros are summed on their own. With 4 bits there are two products, over even and over odd channels.
-Annotations other than constexpr mean nothing to triton and would be taken for types, so there are none.
+Triton takes annotations other than constexpr for types, so there are none.
 """
 
 # mypy: disable-error-code="no-untyped-def, import-not-found, import-untyped"
@@ -18,7 +18,7 @@ import triton.language as tl
 def query_rows(
     query, batch, head, row, rows, q, stride_b, stride_h, stride_q, stride_d, d, D: tl.constexpr, UPCAST: tl.constexpr
 ):
-    """Packed rows [ROWS, len(d)] of one run, read where the queries lie; rows and dims that do not exist are 0."""
+    """Packed rows [ROWS, len(d)] of one run, read from the query in place; rows and dims beyond its shape are 0."""
     at = batch * stride_b + (head * (rows // q) + row // q) * stride_h + (row % q) * stride_q
     found = tl.load(
         query + at[:, None] + d[None, :] * stride_d, mask=(row < rows)[:, None] & (d < D)[None, :], other=0.0
@@ -27,8 +27,8 @@ def query_rows(
 
 
 @triton.jit
-def code_rows(rows_q, key_scale, key_zero, run, d, D: tl.constexpr, KIND: tl.constexpr):
-    """Rows for a product with codes less their middle, and what to add to it, [ROWS]."""
+def level_rows(rows_q, key_scale, key_zero, run, d, D: tl.constexpr, KIND: tl.constexpr):
+    """Rows for a product with levels minus their middle, and what to add to it, [ROWS]."""
     scale = tl.load(key_scale + run.to(tl.int64) * D + d, mask=d < D, other=0.0)
     zero = tl.load(key_zero + run.to(tl.int64) * D + d, mask=d < D, other=0.0)
     numbers = rows_q.to(tl.float32)
@@ -50,14 +50,14 @@ def run_query(
     elif KIND == 1:
         d = tl.arange(0, BLOCK_D)
         even = query_rows(query, batch, head, row, rows, q, stride_b, stride_h, stride_q, stride_d, d, D, UPCAST)
-        even, bias = code_rows(even, key_scale, key_zero, run, d, D, KIND)
+        even, bias = level_rows(even, key_scale, key_zero, run, d, D, KIND)
         odd = even
     else:
         d = 2 * tl.arange(0, BLOCK_D // 2)
         even = query_rows(query, batch, head, row, rows, q, stride_b, stride_h, stride_q, stride_d, d, D, UPCAST)
         odd = query_rows(query, batch, head, row, rows, q, stride_b, stride_h, stride_q, stride_d, d + 1, D, UPCAST)
-        even, bias = code_rows(even, key_scale, key_zero, run, d, D, KIND)
-        odd, more = code_rows(odd, key_scale, key_zero, run, d + 1, D, KIND)
+        even, bias = level_rows(even, key_scale, key_zero, run, d, D, KIND)
+        odd, more = level_rows(odd, key_scale, key_zero, run, d + 1, D, KIND)
         bias += more
     return even, odd, bias
 
@@ -170,17 +170,17 @@ def partial_attention(
             step = half_at(tail, visible)
             zero = half_at(tail + 2, visible) + step * (128.0 if KIND == 1 else 8.0)
             zeros = zeros * shrink + tl.sum(weight * zero[None, :], 1)
-            # The step goes into the codes: small weights times small steps would fall below float16's normal numbers.
+            # The step is multiplied into the levels: small weights times small steps would underflow float16.
             weight = weight.to(even.dtype)
-            code = v.to(tl.int32)
+            level = v.to(tl.int32)
             if KIND == 1:
-                codes = ((code - 128).to(tl.float32) * step[:, None]).to(weight.dtype)
-                acc = tl.dot(weight, codes, acc * shrink[:, None], input_precision="ieee")
+                levels = ((level - 128).to(tl.float32) * step[:, None]).to(weight.dtype)
+                acc = tl.dot(weight, levels, acc * shrink[:, None], input_precision="ieee")
             else:
-                even_codes = (((code & 15) - 8).to(tl.float32) * step[:, None]).to(weight.dtype)
-                odd_codes = (((code >> 4) - 8).to(tl.float32) * step[:, None]).to(weight.dtype)
-                acc = tl.dot(weight, even_codes, acc * shrink[:, None], input_precision="ieee")
-                acc_odd = tl.dot(weight, odd_codes, acc_odd * shrink[:, None], input_precision="ieee")
+                even_levels = (((level & 15) - 8).to(tl.float32) * step[:, None]).to(weight.dtype)
+                odd_levels = (((level >> 4) - 8).to(tl.float32) * step[:, None]).to(weight.dtype)
+                acc = tl.dot(weight, even_levels, acc * shrink[:, None], input_precision="ieee")
+                acc_odd = tl.dot(weight, odd_levels, acc_odd * shrink[:, None], input_precision="ieee")
         top = higher
     at = (run.to(tl.int64) * splits + part) * rows + row
     tl.store(part_top + at, top, mask=row < rows)

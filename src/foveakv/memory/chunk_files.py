@@ -1,4 +1,4 @@
-"""Where chunks lie: in memory of the host or the device, or in a file that is mapped into memory."""
+"""Where chunks are stored: in memory of the host or the device, or in a file that is mapped into memory."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class ChunkWriter:
 
 
 class Staging:
-    """Rows of a store that lies in host memory, brought to a CUDA device on a stream of their own.
+    """Rows of a store in host memory, copied to a CUDA device on a stream of their own.
 
     The host gathers one piece while the one before is under way. What is returned may be used on the current stream.
     """

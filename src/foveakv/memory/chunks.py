@@ -4,7 +4,7 @@ Notation: S stored heads (sequence, KV head pairs whose complete chunks were mov
 of all stored heads, P chunks of the longest one; n rows, i.e. runs of the segments that choose among their chunks; K
 chosen chunks of the row that has most.
 
-A row's chosen chunks are copied into slots of the segments (`fetch`), or attention reads them where they lie (`pick`).
+A row's chosen chunks are copied into slots of the segments (`fetch`), or attention reads them in place (`pick`).
 Chunks never change and are never copied again. Beams and other reorderings only change which stored head a row reads.
 """
 
@@ -51,12 +51,12 @@ class ChunkStore:
         """Copies the complete chunks of some heads.
 
         Args:
-            keys: [B, H, C, D], after RoPE. values: [B, H, C, Dv].
+            keys: [B, H, C, D], after RoPE. values: [B, H, C, Dv]. Both are stored in the wider of their dtypes.
             real: bool [B, C]. A chunk is T real tokens in column order; what is left over stays with the caller.
             positions: LongTensor [B, C].
             heads: bool [B, H], the heads to store.
-            place: where keys and values lie: "host" (pinned when the keys are on CUDA), "device", or "disk" (a file in
-                `directory` that has no name, so that it goes with the process whatever happens).
+            place: where keys and values are stored: "host" (pinned when the keys are on CUDA), "device", or "disk" (a
+                file in `directory` without a name, which the system removes with the process).
             digest_dtype: how digests are stored, see `foveakv.memory.digests`.
             summary: what a digest is, the "mean" of a chunk's keys or the "bounds" of their channels.
         StoreError: the file cannot be written.
@@ -72,7 +72,7 @@ class ChunkStore:
         order = real_first(real.to(self.device))
         stored = list(zip(sequence.tolist(), head.tolist(), count.tolist(), strict=True))
         exact = self._write_chunks(keys, values, order, stored, directory)
-        self._digests = Digests(exact, count, digest_dtype, keys.dtype)
+        self._digests = Digests(exact, count, digest_dtype, self._keys.dtype)
         with torch.inference_mode(False):  # later steps may run outside of inference_mode and write here
             longest = int(count.max()) if len(count) else 0
             columns = order[:, : longest * chunk]
@@ -111,10 +111,11 @@ class ChunkStore:
         parts = []
         for source in (keys, values):
             width = source.shape[-1]
-            writer = ChunkWriter(self.place, total, chunk * width, source, directory)
+            like = source.new_empty(0, dtype=torch.promote_types(keys.dtype, values.dtype))
+            writer = ChunkWriter(self.place, total, chunk * width, like, directory)
             for row, (b, h, count) in enumerate(stored):
                 tokens = source[b, h].index_select(0, order[b, : count * chunk])  # a copy, so it is contiguous
-                writer.write(tokens.view(count, chunk * width))
+                writer.write(tokens.view(count, chunk * width).to(like.dtype))
                 if source is keys:
                     chunks = tokens.view(count, chunk, width).to(exact)
                     digests[row, :, :count] = summarised(chunks, self.summary).mT
@@ -164,12 +165,12 @@ class ChunkStore:
 
     @property
     def extra_slots(self) -> int:
-        """Prompt slots that lie here and are not chosen: what can be attended to but is not resident."""
+        """Prompt slots stored here that are not chosen: what can be retrieved but is not resident."""
         return self._outside
 
     @property
     def stored(self) -> Tensor:
-        """Keys of all chunks [N, T * D], where they lie."""
+        """Keys of all chunks [N, T * D], not copied."""
         return self._keys
 
     @property
@@ -181,7 +182,7 @@ class ChunkStore:
         return every.view(self.batch, self.kv_heads)
 
     def chosen_positions(self) -> Tensor | None:
-        """Positions of the tokens here that the present step attends to: int64 [B, H, K * T], -1 behind the last.
+        """Positions of the tokens here that the present step attends to: int64 [B, H, K * T], -1 after the last.
 
         None where nothing is read in place: what is chosen then has slots in the segments.
         """
@@ -202,7 +203,7 @@ class ChunkStore:
     def reserve(self, segments: Segments, chunks: Tensor, *, in_place: bool = False) -> None:
         """Gives head (b, h) chunks[b, h] chosen chunks, at first its newest; entries of other heads are ignored.
 
-        They get slots behind what the runs hold; with `in_place` only those of heads whose chunks all fit, since the
+        They get slots at the end of the runs; with `in_place` only those of heads whose chunks all fit, since the
         others are read from here. A head whose chunks all fit has no choice to make from then on. One without a chosen
         chunk can never get any: its chunks no longer count as stored.
         """
@@ -256,7 +257,8 @@ class ChunkStore:
                 scores = scores.masked_fill_(beyond[:, None], -torch.inf)
             top = scores.log_softmax(-1).amax(1)
             best = top if best is None else torch.maximum(best, top)
-        assert best is not None  # split yields at least one part
+        if best is None:
+            raise ValueError("relevance needs at least one query")
         return best
 
     def _choose(self, relevance: Tensor) -> tuple[Tensor, Tensor | None]:

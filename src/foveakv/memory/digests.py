@@ -67,14 +67,17 @@ class Digests:
         return made
 
     def scores(self, query: Tensor, heads: Tensor | None = None) -> Tensor:
-        """query [n, r, D] . digest of every chunk, but for a number per query: [n, r, P], at least float32.
+        """query [n, r, D] . digest of every chunk, up to a constant per query: [n, r, P], at least float32.
 
-        heads: int64 [n], the head that every row asks; None = row i asks head i.
+        heads: int64 [n], the head that every row asks; None = row i asks head i. Autocast has no effect here.
         """
+        if torch.is_autocast_enabled(query.device.type):
+            with torch.autocast(query.device.type, enabled=False):
+                return self.scores(query, heads)
         data, scale = self.data, self.scale
         if heads is not None:
             data, scale = data.index_select(0, heads), None if scale is None else scale.index_select(0, heads)
-        if self.kind == "model":
+        if self.kind == "model" and query.dtype == data.dtype:
             found = torch.bmm(query, data)
             return found if found.dtype == torch.float64 else found.float()
         wide = torch.float64 if query.dtype == torch.float64 else torch.float32

@@ -1,4 +1,4 @@
-"""What a method hands to attention beside the segments."""
+"""Pages of a backing store that attention reads besides the segments."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ class Pages(NamedTuple):
 
     keys: Tensor  # [N, T * D], N pages of T tokens
     values: Tensor  # [N, T * Dv]
-    table: Tensor  # int64 [R, K] the pages of run b * H + h, -1 behind its last one
+    table: Tensor  # int64 [R, K] the pages of run b * H + h, -1 after its last one

@@ -1,12 +1,12 @@
-"""Keys and values as 8-bit or 4-bit codes: what a slot holds in place of numbers, and how to get these back.
+"""8-bit and 4-bit quantization of keys and values.
 
-    key[c]   = code[c] * key_scale[r, c] + key_zero[r, c]      one scale and zero per run and channel
-    value[c] = code[c] * scale + zero                          one scale and zero per token, stored behind its codes
+    key[c]   = level[c] * key_scale[r, c] + key_zero[r, c]      one scale and zero per run and channel
+    value[c] = level[c] * scale + zero                          one scale and zero per token, at the end of its row
 
-Keys have a few channels of large magnitude, the same for all tokens, so channels get ranges of their own; values have
+Keys have a few channels of large magnitude, the same for all tokens, so each channel has its own range; values have
 none, so a token's range serves all channels (KIVI, arXiv 2402.02750, Sec. 3). A row is D bytes, or D/2 with
 channel 2i in the low and 2i + 1 in the high half of byte i; a row of values ends in 4 more bytes, the float16 scale and
-the float16 zero, little endian. Codes are never decoded to be encoded again: whoever moves a slot copies bytes.
+the float16 zero, little endian. Slots are quantized once: moving a slot copies its bytes.
 
 Notation: R runs, run r = b * H + h; K and V are the bytes of a row of keys and of values.
 """
@@ -25,13 +25,13 @@ from torch import Tensor
 from foveakv.errors import MethodError
 from foveakv.memory.residual import LARGEST
 
-LEVELS = {"int8": 255, "int4": 15}  # the highest code
+LEVELS = {"int8": 255, "int4": 15}  # the highest level
 MARGIN = {"int8": 0.125, "int4": 0.0}  # a key channel's range is widened by this share on both sides, for later tokens
-_TAIL = 4  # bytes of scale and zero behind a row of values
+_TAIL = 4  # bytes of scale and zero at the end of a row of values
 
 
 def check_options(kv_dtype: Any, residual_length: Any = 0) -> None:
-    """Raises MethodError unless these are a kind of codes, or None, and a number of exact copies."""
+    """Raise MethodError unless kv_dtype is "int8", "int4" or None and residual_length a number of tokens."""
     if kv_dtype is not None and (not isinstance(kv_dtype, str) or kv_dtype not in LEVELS):
         close = difflib.get_close_matches(str(kv_dtype), LEVELS, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
@@ -48,7 +48,7 @@ def check_options(kv_dtype: Any, residual_length: Any = 0) -> None:
 
 
 def check_dims(kv_dtype: str | None, dim: int, value_dim: int) -> None:
-    """Raises MethodError where keys or values of so many channels cannot be packed."""
+    """Raise MethodError where keys of `dim` and values of `value_dim` channels cannot be packed."""
     if kv_dtype == "int4" and (dim % 2 or value_dim % 2):
         raise MethodError(
             f"kv_dtype='int4' packs two channels in a byte and needs even head dimensions, got {dim} for keys and "
@@ -58,7 +58,7 @@ def check_dims(kv_dtype: str | None, dim: int, value_dim: int) -> None:
 
 @dataclass(frozen=True)
 class Quantizer:
-    """How the rows of one layer are to be read. Immutable: other runs, other object.
+    """How the rows of one layer are quantized. Immutable: `select` makes one for other runs.
 
     kind: "int8" or "int4". dim, value_dim: D and Dv. key_scale, key_zero: float32 [R, D].
     """
@@ -71,10 +71,10 @@ class Quantizer:
 
     @classmethod
     def of_prompt(cls, kind: str, keys: Tensor, value_dim: int, real: Tensor | None = None) -> Quantizer:
-        """Ranges of the key channels from a prompt: keys [B, H, C, D], real bool [B, C] (None: all columns are).
+        """Make a quantizer from the ranges of a prompt's key channels: keys [B, H, C, D], real bool [B, C] or None.
 
-        A channel ranges from its lowest to its highest finite number in the real columns, widened by `MARGIN`. One
-        without any finite number decodes to 0. Raises MethodError for an odd head dimension in 4 bits.
+        A channel ranges from its lowest to its highest finite number in the real columns (None: all), widened by
+        `MARGIN`. One without any finite number becomes 0. MethodError: an odd head dimension with "int4".
         """
         dim = keys.shape[-1]
         check_options(kind)
@@ -86,6 +86,7 @@ class Quantizer:
 
     @property
     def levels(self) -> int:
+        """The highest level: 255 or 15."""
         return LEVELS[self.kind]
 
     @property
@@ -100,73 +101,73 @@ class Quantizer:
 
     @property
     def nbytes(self) -> int:
-        """Storage bytes of scales and zeros of the keys; those of the values lie in their rows."""
+        """Storage bytes of scales and zeros of the keys; those of the values are in their rows."""
         return self.key_scale.untyped_storage().nbytes() + self.key_zero.untyped_storage().nbytes()
 
     def select(self, runs: Tensor) -> Quantizer:
-        """For a memory whose run i is the former run runs[i]; int64 [R']."""
+        """Make the quantizer of a memory whose run i is the former run runs[i]; int64 [R']."""
         runs = runs.to(self.key_scale.device)
         with torch.inference_mode(False):
             return replace(self, key_scale=self.key_scale[runs], key_zero=self.key_zero[runs])
 
-    # ---- numbers -> codes
+    # ---- numbers -> rows
 
-    def encode_keys(self, keys: Tensor) -> Tensor:
+    def quantize_keys(self, keys: Tensor) -> Tensor:
         """keys [R, n, D] or [B, H, n, D], any float dtype -> uint8 [..., n, K].
 
-        Each number becomes the nearest code of its channel's range, which is at most half a step (key_scale / 2) away
-        for numbers inside of it; others become the end of the range, infinities too, and NaN its lower end.
+        Each number becomes the nearest level of its channel's range, at most half a step (key_scale / 2) away inside
+        the range. Numbers outside, infinities included, become the end of the range, and NaN its lower end.
         """
         if keys.numel() <= _at_once(keys):
             ranges = (*keys.shape[:-2], 1, self.dim)
-            return self._keys_to_codes(keys, self.key_scale.view(ranges), self.key_zero.view(ranges))
+            return self._key_rows(keys, self.key_scale.view(ranges), self.key_zero.view(ranges))
         rows = keys.flatten(0, -3)
-        codes = torch.empty(*rows.shape[:2], self.key_bytes, dtype=torch.uint8, device=keys.device)
+        packed = torch.empty(*rows.shape[:2], self.key_bytes, dtype=torch.uint8, device=keys.device)
         for run, numbers in enumerate(rows.unbind()):
             for part in _parts(numbers):
-                codes[run, part] = self._keys_to_codes(numbers[part], self.key_scale[run], self.key_zero[run])
-        return codes.view(*keys.shape[:-1], -1)
+                packed[run, part] = self._key_rows(numbers[part], self.key_scale[run], self.key_zero[run])
+        return packed.view(*keys.shape[:-1], -1)
 
-    def encode_key_rows(self, keys: Tensor, run: Tensor) -> Tensor:
-        """As `encode_keys`, for single rows keys [n, D] of the runs run [n] int64 -> uint8 [n, K]."""
-        codes = torch.empty(keys.shape[0], self.key_bytes, dtype=torch.uint8, device=keys.device)
+    def quantize_key_rows(self, keys: Tensor, run: Tensor) -> Tensor:
+        """As `quantize_keys`, for single rows keys [n, D] of the runs run [n] int64 -> uint8 [n, K]."""
+        packed = torch.empty(keys.shape[0], self.key_bytes, dtype=torch.uint8, device=keys.device)
         for part in _parts(keys):
-            codes[part] = self._keys_to_codes(keys[part], self.key_scale[run[part]], self.key_zero[run[part]])
-        return codes
+            packed[part] = self._key_rows(keys[part], self.key_scale[run[part]], self.key_zero[run[part]])
+        return packed
 
-    def encode_values(self, values: Tensor) -> Tensor:
+    def quantize_values(self, values: Tensor) -> Tensor:
         """values [..., Dv], any float dtype -> uint8 [..., V].
 
         The zero is the token's lowest number rounded down, and the scale reaches its highest rounded up, so that every
-        number is at most scale / 2 from its code's. A token whose numbers are all the same float16 is exact. Where a
-        NaN, an infinity or a lowest number beyond float16 (65504) leaves no usable zero and scale, all channels of the
-        token decode to NaN.
+        number is at most scale / 2 from its level. A token whose numbers are all the same float16 is stored exactly.
+        Where a NaN, an infinity or a lowest number beyond float16 (65504) leaves no usable zero and scale, all channels
+        of the token become NaN.
         """
         if values.numel() <= _at_once(values):
-            return self._values_to_codes(values)
+            return self._value_rows(values)
         rows = values.reshape(-1, values.shape[-1])
-        codes = torch.empty(rows.shape[0], self.value_bytes, dtype=torch.uint8, device=rows.device)
+        packed = torch.empty(rows.shape[0], self.value_bytes, dtype=torch.uint8, device=rows.device)
         for part in _parts(rows):
-            codes[part] = self._values_to_codes(rows[part])
-        return codes.view(*values.shape[:-1], -1)
+            packed[part] = self._value_rows(rows[part])
+        return packed.view(*values.shape[:-1], -1)
 
     def store(self, buffer: Tensor, source: Tensor, target: Tensor, index: Tensor, run: Tensor | None) -> None:
-        """buffer[target] = codes of source[index], in pieces: keys of the runs run [n], or with None values."""
+        """buffer[target] = quantized source[index], in pieces; run: the runs of keys, int64 [n], None for values."""
         for part in _parts(index, source.shape[-1]):
             rows = source.index_select(0, index[part])
-            codes = self.encode_values(rows) if run is None else self.encode_key_rows(rows, run[part])
-            buffer.index_copy_(0, target[part], codes)
+            packed = self.quantize_values(rows) if run is None else self.quantize_key_rows(rows, run[part])
+            buffer.index_copy_(0, target[part], packed)
 
-    # ---- codes -> numbers
+    # ---- rows -> numbers
 
-    def decode_keys(self, rows: Tensor, run: int | Tensor) -> Tensor:
+    def dequantize_keys(self, rows: Tensor, run: int | Tensor) -> Tensor:
         """rows uint8 [..., K] -> float32 [..., D]; run: one number, or int64 that broadcasts to the leading shape."""
-        return self._open(rows).to(torch.float32).mul_(self.key_scale[run]).add_(self.key_zero[run])
+        return self._levels(rows).to(torch.float32).mul_(self.key_scale[run]).add_(self.key_zero[run])
 
-    def decode_values(self, rows: Tensor) -> Tensor:
+    def dequantize_values(self, rows: Tensor) -> Tensor:
         """rows uint8 [..., V] -> float32 [..., Dv]."""
         scale, zero = self.value_scales(rows)
-        return self._open(rows[..., :-_TAIL]).to(torch.float32).mul_(scale[..., None]).add_(zero[..., None])
+        return self._levels(rows[..., :-_TAIL]).to(torch.float32).mul_(scale[..., None]).add_(zero[..., None])
 
     def value_scales(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Scale and zero, float32 [...] each, of rows of values uint8 [..., V]."""
@@ -175,48 +176,36 @@ class Quantizer:
 
     # ---- inside
 
-    def _keys_to_codes(self, keys: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-        # A channel of scale 0 divides by it: 0/0 is NaN, the rest infinite, and every code decodes to its zero.
-        return self._close((keys - zero).div_(scale))
+    def _key_rows(self, keys: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
+        # A channel of scale 0 divides by it: 0/0 is NaN, the rest infinite, and every level stands for its zero.
+        return self._pack((keys - zero).div_(scale))
 
-    def _values_to_codes(self, values: Tensor) -> Tensor:
+    def _value_rows(self, values: Tensor) -> Tensor:
         numbers = values.detach().to(torch.float32)
         zero = _down(numbers.amin(-1, keepdim=True)).to(torch.float16)
         # A little more than the range, so that rounding to float16 never gives less.
         scale = (numbers.amax(-1, keepdim=True) - zero).mul_((1 + 2**-10) / self.levels).add_(2**-24).to(torch.float16)
-        codes = self._close((numbers - zero).div_(scale))
-        tail = torch.cat((scale, zero), -1).view(torch.uint8)
-        return torch.cat((codes, tail), -1)
+        packed = self._pack((numbers - zero).div_(scale))
+        # As bytes: under autocast `cat` refuses dtypes that are not the one it casts to.
+        return torch.cat((packed, scale.view(torch.uint8), zero.view(torch.uint8)), -1)
 
-    def _close(self, steps: Tensor) -> Tensor:
-        """Distances from the zero in steps [..., D] (overwritten) -> rows of codes."""
-        codes = steps.nan_to_num_(nan=0.0).round_().clamp_(0, self.levels).to(torch.uint8)
-        return codes if self.kind == "int8" else codes[..., 0::2] | codes[..., 1::2] << 4
+    def _pack(self, steps: Tensor) -> Tensor:
+        """Distances from the zero in steps [..., D] (overwritten) -> packed levels."""
+        packed = steps.nan_to_num_(nan=0.0).round_().clamp_(0, self.levels).to(torch.uint8)
+        return packed if self.kind == "int8" else packed[..., 0::2] | packed[..., 1::2] << 4
 
-    def _open(self, rows: Tensor) -> Tensor:
-        """Rows of codes -> uint8 [..., D], one code each."""
+    def _levels(self, rows: Tensor) -> Tensor:
+        """Packed levels -> uint8 [..., D], one level each."""
         return rows if self.kind == "int8" else torch.stack((rows & 15, rows >> 4), -1).flatten(-2)
 
 
-@dataclass(frozen=True)
-class Residual:
-    """The newest slots of every run once more, as the model computed them.
-
-    Entry e of run r is in use iff some stored slot of the run has slot_entry e; others hold anything finite.
-    """
-
-    keys: Tensor  # [R, W, D]
-    values: Tensor  # [R, W, Dv]
-    slot_entry: Tensor  # int16 [N], a number for every row of the flat buffers: entry, or -1
-
-
 def _at_once(numbers: Tensor) -> int:
-    """How many numbers are encoded at once: temporaries take about ten bytes for each."""
+    """How many numbers are quantized at once: temporaries take about ten bytes for each."""
     return 2**20 if numbers.device.type == "cpu" else 2**24
 
 
 def _parts(rows: Tensor, width: int | None = None) -> Iterator[slice]:
-    """Slices of rows [n, ...] that are encoded at once; width: numbers in a row."""
+    """Slices of rows [n, ...] that are quantized at once; width: numbers in a row."""
     width = rows[:1].numel() if width is None else width
     step = max(1, _at_once(rows) // max(1, width))
     for low in range(0, len(rows), step):

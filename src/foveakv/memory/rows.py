@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def moves(start: Tensor, length: Tensor, slots: Tensor, counts: list[int]) -> tuple[Tensor, Tensor]:
-    """What `Segments.evict` copies, a pair for every entry of slots: rows that take, target [m], and give, source [m].
+    """The copies that `Segments.evict` makes, one for every entry of slots: row source [m] to row target [m].
 
     slots [R, n]; counts [B], R is a multiple of B. Pairs that need no move copy a row onto itself or repeat another.
     """
@@ -22,8 +22,8 @@ def moves(start: Tensor, length: Tensor, slots: Tensor, counts: list[int]) -> tu
     number = torch.arange(n, device=slots.device)
     leaving = number < count
     hole = leaving & (slots < end)
-    behind = slots.sub(end).masked_fill_(hole | ~leaving, n)  # which of the last slots leave themselves
-    gone = torch.zeros(runs, n + 1, dtype=torch.bool, device=slots.device).scatter_(1, behind, True)
+    at_end = slots.sub(end).masked_fill_(hole | ~leaving, n)  # which of the last slots are evicted themselves
+    gone = torch.zeros(runs, n + 1, dtype=torch.bool, device=slots.device).scatter_(1, at_end, True)
     staying = leaving & ~gone[:, :n]  # as many as there are holes
     holes = (~hole).to(torch.int8).argsort(dim=-1, stable=True)  # holes first, in the order given
     tail = (~staying).to(torch.int8).argsort(dim=-1, stable=True)

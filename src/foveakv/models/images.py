@@ -55,6 +55,8 @@ def read_image(source: ImageSource, *, folder: str | os.PathLike[str] | None = N
     text = os.fspath(source)
     if not isinstance(text, str):
         raise InputError(f"an image path is text, not {type(text).__name__}")
+    if not text:
+        raise InputError("the path of an image is empty")
     if text.startswith(_WEB):
         return _decode(io.BytesIO(_fetch(text, allow_urls)), text)
     if text.startswith("data:"):
@@ -114,8 +116,8 @@ def _fetch(url: str, allowed: bool) -> bytes:
         raise InputError(
             f"{_short(url)} is a URL; pass allow_urls=True (--allow-urls) to fetch it, or download it first"
         )
-    request = urllib.request.Request(url, headers={"User-Agent": "foveakv"})
     try:
+        request = urllib.request.Request(url, headers={"User-Agent": "foveakv"})
         with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
             content: bytes = response.read()
     except urllib.error.HTTPError as error:

@@ -1,4 +1,4 @@
-"""Whole models with `kv_dtype`: exactly the plain model with its stored keys and values rounded to codes."""
+"""Whole models with `kv_dtype`: exactly the plain model with its stored keys and values rounded to quantized levels."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 
 KINDS = ["int8", "int4"]
 FAMILIES = ["qwen2_5_vl", "llava", "gemma3"]
-# These drop or bring back after the prompt: which of its tokens had exact copies does not follow from the trace.
+# These drop or bring back after the prompt: which of its tokens had full-precision copies does not follow from the trace.
 DROPS_LATER = ["hybridkv", "mustdrop", "prefixkv", "quest", "vlcache"]
 TOLERANCE = 1e-5  # decoded numbers are float32, whatever the model computes in
 
@@ -41,7 +41,7 @@ TOLERANCE = 1e-5  # decoded numbers are float32, whatever the model computes in
 
 
 class _Coded:
-    """What the reference needs to know: the codes, the ring, and the real columns of the prompt."""
+    """What the reference needs to know: the quantizer, the residual window, and the real columns of the prompt."""
 
     def __init__(self, kind: str, window: int, real: Tensor) -> None:
         self.kind, self.window, self.real = kind, window, real
@@ -52,10 +52,10 @@ class _Coded:
         batch, heads, columns, _ = key.shape
         real = self.real.repeat_interleave(batch // len(self.real), 0)
         prompt = real.shape[1]
-        codes = Quantizer.of_prompt(self.kind, key[:, :, :prompt], value.shape[-1], real)
-        rows = codes.encode_keys(key.flatten(0, 1))
-        keys = codes.decode_keys(rows, torch.arange(batch * heads)[:, None]).view(key.shape).to(key.dtype)
-        values = codes.decode_values(codes.encode_values(value)).to(value.dtype)
+        quantizer = Quantizer.of_prompt(self.kind, key[:, :, :prompt], value.shape[-1], real)
+        rows = quantizer.quantize_keys(key.flatten(0, 1))
+        keys = quantizer.dequantize_keys(rows, torch.arange(batch * heads)[:, None]).view(key.shape).to(key.dtype)
+        values = quantizer.dequantize_values(quantizer.quantize_values(value)).to(value.dtype)
         if self.window:
             newest = torch.zeros(batch, heads, columns, dtype=torch.bool)
             newest[..., max(prompt, columns - self.window) :] = True
@@ -71,7 +71,7 @@ _coding: list[_Coded] = []
 
 
 def _attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
-    """The masked reference, over what the codes leave of keys and values in the layers that are compressed."""
+    """The masked reference, over what quantization leaves of keys and values in the layers that are compressed."""
     replay = masked_reference._running[-1]
     if replay.step > 0 and module.layer_idx in (replay.trace[replay.step] or {}):
         first = next(step for step in replay.trace if step and module.layer_idx in step)
@@ -85,7 +85,7 @@ AttentionMaskInterface.register("coded_reference", sdpa_mask)
 
 @contextmanager
 def coded(kind: str, window: int, inputs: dict[str, Any]) -> Iterator[None]:
-    """Inside, `masked` replays with codes."""
+    """Inside, `masked` replays with quantized keys and values."""
     real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
     _coding.append(_Coded(kind, window, real))
     before, masked_reference.NAME = masked_reference.NAME, "coded_reference"
@@ -97,7 +97,7 @@ def coded(kind: str, window: int, inputs: dict[str, Any]) -> Iterator[None]:
 
 
 def compressed(model: Any, method: Any, inputs: dict[str, Any], kind: str, window: int, **options: Any) -> matrix.Run:
-    """Generates with codes, with a trace; `backend` among the options goes to `compress`."""
+    """Generates with a kv_dtype and a trace; `backend` among the options goes to `compress`."""
     backend = options.pop("backend", "auto")
     with (
         foveakv.compress(model, method, trace=True, kv_dtype=kind, residual_length=window, backend=backend) as session,
@@ -125,7 +125,7 @@ def test_every_method_attends_to_decoded_slots(family: str, name: str, kind: str
     check(model, run, inputs, kind, 0)
     matrix.check_storage(run)
     plain = matrix.replayed(model, run, inputs)
-    assert largest_difference(run.logits, plain.logits) > 10 * TOLERANCE, "the codes made no difference"
+    assert largest_difference(run.logits, plain.logits) > 10 * TOLERANCE, "quantization made no difference"
 
 
 @pytest.mark.parametrize("window", [4, 32])
@@ -141,8 +141,8 @@ def test_the_newest_tokens_are_exact(name: str, kind: str, window: int) -> None:
 
 @pytest.mark.parametrize("classify", ["all_static", "all_dynamic"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_fetched_chunks_become_codes(kind: str, classify: str) -> None:
-    """Chunks lie in the store as the model made them; in their slots they are codes."""
+def test_fetched_chunks_are_quantized(kind: str, classify: str) -> None:
+    """Chunks are stored as the model made them; in their slots they are quantized."""
     family = "llava"
     model, inputs = matrix.model(family, torch.float64), families.batch(family, dtype=torch.float64).inputs
     run = compressed(model, matrix.method("hybridkv", classify=classify, budget=0.6), inputs, kind, 0)
@@ -150,7 +150,7 @@ def test_fetched_chunks_become_codes(kind: str, classify: str) -> None:
     assert (run.session.report.retrieved > 0) == (classify == "all_dynamic")
     if classify == "all_dynamic":
         for layer in run.cache.compressed:
-            assert layer.segments.codes is not None
+            assert layer.segments.quantizer is not None
             assert layer.store.stored.dtype == torch.float64
 
 
@@ -179,13 +179,13 @@ def test_beams(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bits(segments: Segments) -> list[tuple[Tensor, ...]]:
-    """For every run: rows of codes, ring, scales."""
+    """For every run: quantized rows, residual window, scales."""
     runs, found = segments.runs, []
     for run, (start, length) in enumerate(zip(runs.start.tolist(), runs.length.tolist(), strict=True)):
         rows = slice(start, start + length)
-        parts = [runs.keys[rows], runs.values[rows], runs.codes.key_scale[run], runs.codes.key_zero[run]]
-        if runs.exact is not None:
-            parts += [runs.exact.slot_entry[rows], runs.exact.keys[run], runs.exact.values[run]]
+        parts = [runs.keys[rows], runs.values[rows], runs.quantizer.key_scale[run], runs.quantizer.key_zero[run]]
+        if runs.residual is not None:
+            parts += [runs.residual.slot_entry[rows], runs.residual.keys[run], runs.residual.values[run]]
         found.append(tuple(part.clone() for part in parts))
     return found
 
@@ -206,7 +206,7 @@ def test_a_row_of_a_batch_is_as_alone(name: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["snapkv", "hae", "h2o", "hybridkv"])
 def test_second_turn(name: str, kind: str) -> None:
-    """New words with a new picture, several tokens in one pass; padding between the turns of the shorter row."""
+    """New words with a new image, several tokens in one pass; padding between the turns of the shorter row."""
     family, window = "llava", 0 if name in DROPS_LATER else 9
     model = matrix.model(family, torch.float64)
     rows = [families.row(family, images=2), families.row(family, images=1, seed=1)]
@@ -286,14 +286,14 @@ def test_the_oldest_decoded_tokens_go_first() -> None:
         model.generate(**inputs, **{**matrix.GREEDY, "max_new_tokens": 12})
     columns = inputs["input_ids"].shape[1]
     for layer in session.cache.compressed:
-        positions, entries = layer.segments.positions(), layer.segments.field("exact")
+        positions, entries = layer.segments.positions(), layer.segments.field("residual")
         assert int((positions >= columns).sum(-1).max()) <= 4
         assert torch.equal(entries >= 0, positions >= columns + 9)
 
 
 @pytest.mark.parametrize("window", [0, 4, 32])
 def test_cropped_drafts_leave_nothing_behind(window: int) -> None:
-    """Tokens that were taken back and given again are the same bytes in the same ring."""
+    """Tokens that were taken back and given again are the same bytes in the same window."""
     model, inputs = matrix.model("llama"), families.prompt("llama")
     caches = [
         foveakv.cache_for(model, matrix.method("snapkv"), kv_dtype="int8", residual_length=window) for _ in range(2)
@@ -316,8 +316,8 @@ def test_cropped_drafts_leave_nothing_behind(window: int) -> None:
         assert all(map(torch.equal, one.gather(), two.gather()))
         assert all(map(torch.equal, bits(one)[0][:2], bits(two)[0][:2]))
         if window:
-            assert torch.equal(one.field("exact"), two.field("exact"))
-            assert int((one.field("exact") >= 0).sum()) == min(window, one.max_length) * one.heads
+            assert torch.equal(one.field("residual"), two.field("residual"))
+            assert int((one.field("residual") >= 0).sum()) == min(window, one.max_length) * one.heads
 
 
 # ------------------------------------------------------------------------------------------------- bytes, reports
@@ -336,7 +336,7 @@ def long_prompt(columns: int, dtype: torch.dtype) -> dict[str, Any]:
     (torch.bfloat16, "int8", 1.4), (torch.bfloat16, "int4", 2.0),
 ])  # fmt: skip
 def test_memory_shrinks_further(dtype: torch.dtype, kind: str, least: float) -> None:
-    """At a tenth of the prompt, head dimension 64: codes come on top of what the method saves."""
+    """At a tenth of the prompt, head dimension 64: quantization comes on top of what the method saves."""
     model = families.build("llava", dtype=dtype, num_hidden_layers=2, hidden_size=128, head_dim=64)
     inputs = long_prompt(1500, dtype)
     found = {}
@@ -372,7 +372,7 @@ def test_report_says_how_slots_are_stored() -> None:
 
 
 def test_report_says_when_nothing_is_saved() -> None:
-    """A ring that is longer than what is kept costs more than codes save."""
+    """A residual window that is longer than what is kept costs more than quantization saves."""
     model, inputs = matrix.model("llava"), families.prompt("llava")
     with foveakv.compress(model, matrix.method("snapkv"), kv_dtype="int8", residual_length=64) as session:
         model.generate(**inputs, **matrix.GREEDY)
@@ -450,6 +450,6 @@ def test_most_tokens_are_those_of_the_plain_model() -> None:
             got = compressed(model, matrix.method(name), inputs, kind, 0).tokens[:, -6:]
             equal[kind].append((got == want).float().mean().item())
     shares = {kind: sum(found) / len(found) for kind, found in equal.items()}
-    print(f"tokens equal to those without codes: {shares}")
+    print(f"tokens equal to those without a kv_dtype: {shares}")
     assert shares["int8"] >= 0.7
     assert shares["int8"] >= shares["int4"]

@@ -1,4 +1,4 @@
-"""`--model_args` -> a method, the options of `compress`, and settings for the processor, checked before loading."""
+"""Parse `--model_args`: the method, the options of `compress` and of the processor; checked before loading."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from foveakv.methods import Method, available, find, get, near
 from foveakv.util.values import option_types, parse_value
 
 PLAIN = "none"
-"""The method name that leaves the model as it is."""
+"""The method name for the plain model."""
 
 # A trace is of no use here, and a number of slots must not be read as true or false.
 _COMPRESS: dict[str, Any] = {
@@ -23,7 +23,10 @@ _COMPRESS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Arguments:
-    """method: None for the plain model. compress: keyword arguments of `foveakv.compress`. processor: of its call."""
+    """Parsed arguments.
+
+    method: None for the plain model. compress: options of `foveakv.compress`. processor: options of its call.
+    """
 
     method: Method | None
     compress: dict[str, Any] = field(default_factory=dict)
@@ -31,16 +34,16 @@ class Arguments:
 
 
 def parse(method: Any, budget: Any, settings: Mapping[str, Any], named: list[str]) -> Arguments:
-    """Reads what is FoveaKV's among the model arguments.
+    """Parses the model arguments that belong to FoveaKV.
 
     Args:
         method: a name of `foveakv methods`, or "none".
-        budget: as on the command line: 0.1, 1024, "10%", "512MiB"; None = the method's default.
-        settings: all further arguments: "method.<option>", "processor.<option>", options of `compress`.
-        named: the arguments that the model class takes itself, for the list in the error.
+        budget: as on the command line (0.1, 1024, "10%", "512MiB"); None for the default of the method.
+        settings: all other arguments: "method.<option>", "processor.<option>", options of `compress`.
+        named: arguments of the model class itself, for the error message.
 
     Raises:
-        MethodError: an unknown method, an unknown argument, or a value that makes no sense.
+        MethodError: an unknown method or argument, or an invalid value.
         BudgetError: a budget that cannot be read.
     """
     if method is None:
@@ -61,7 +64,7 @@ def parse(method: Any, budget: Any, settings: Mapping[str, Any], named: list[str
             known = [*named, *_COMPRESS, "method.<option>", "processor.<option>"]
             raise MethodError(_unknown(key, name, known))
     if budget is not None and "budget" in options:
-        raise MethodError("the budget is given twice: budget=... and method.budget=...")
+        raise MethodError("the budget is given twice, as budget=... and as method.budget=...; leave one out")
     if budget is not None:
         options["budget"] = str(budget)
     if name == PLAIN:

@@ -1,33 +1,41 @@
-"""Fills the "ours" columns of a Markdown page: `python -m foveakv.evaluation.lmms_eval.fill docs/papers.md RESULTS`.
+"""Fill the measured columns of a Markdown page: `python -m foveakv.evaluation.lmms_eval.fill docs/papers.md RESULTS`.
 
-RESULTS has one folder per run, what `--output_path RESULTS/RUN` wrote. A cell says where its figure comes from:
+RESULTS has one folder per run, written by `--output_path RESULTS/RUN`. A mark in a cell says which figure it gets:
 
     | 61.7 | <!-- ours RUN TASK/METRIC*100 --> |
 
-TASK/METRIC is a task's metric in lmms-eval's results, or `throughput/NAME`. `*FACTOR` is optional; `+` adds several.
-What the cell had behind its mark is replaced. Cells without results stay as they are.
+TASK/METRIC is a metric of a task in lmms-eval's results, or `throughput/NAME`. `*FACTOR` is optional; `+` adds several.
+The text after the mark is replaced. Cells without results are not changed.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from foveakv.errors import InputError, OutputError
+from foveakv.evaluation import schema
 from foveakv.util import files
+
+
+class _Results(TypedDict, total=False):
+    """The part of lmms-eval's results file that holds figures."""
+
+    results: dict[str, dict[str, Any]]
+    throughput: dict[str, Any]
+
 
 _CELL = re.compile(r"<!-- ours (\S+) (\S+) -->[^|\n]*")
 
 
 def fill(text: str, results: Path) -> tuple[str, int, list[str]]:
-    """(the page with figures, how many cells have one, the marks of those without).
+    """(the filled page, the number of filled cells, the marks without results).
 
     Raises:
-        InputError: a mark that cannot be read, or a results file that is no JSON.
+        InputError: a mark or a results file cannot be read.
     """
     filled, missing = 0, []
 
@@ -68,26 +76,24 @@ def _term(run: str, term: str, results: Path) -> float | None:
     return None
 
 
-def _contents(folder: Path) -> list[dict[str, Any]]:
-    """Results files of a run, the newest first: their names begin with the date."""
+def _contents(folder: Path) -> list[_Results]:
+    """The results files of a run, newest first (their names start with the date)."""
     files = sorted(folder.rglob("*_results.json"), key=lambda file: file.name, reverse=True)
-    try:
-        return [json.loads(file.read_text(encoding="utf8")) for file in files]
-    except ValueError as error:
-        raise InputError(f"a results file under {folder} is no JSON: {error}") from error
+    return [schema.read_file(_Results, file) for file in files]
 
 
 def main(words: list[str] | None = None) -> int:
+    """The command line; returns the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m foveakv.evaluation.lmms_eval.fill", description="fill a page's own figures"
+        prog="python -m foveakv.evaluation.lmms_eval.fill", description="fill the measured figures of a page"
     )
     parser.add_argument("page", type=Path, help="Markdown file with `<!-- ours RUN TASK/METRIC -->` marks")
     parser.add_argument("results", type=Path, help="folder with one folder per run")
     options = parser.parse_args(words)
     if not options.results.is_dir():
-        parser.error(f"there is no folder {options.results}; run the commands of the page with --output_path first")
+        parser.error(f"{options.results} is not a folder; run the commands of the page with --output_path first")
     if not options.page.is_file():
-        parser.error(f"there is no file {options.page}")
+        parser.error(f"{options.page} is not a file")
     try:
         text, filled, missing = fill(options.page.read_text(encoding="utf8"), options.results)
         files.write_text(options.page, text)

@@ -1,4 +1,4 @@
-"""The model class that lmms-eval runs: its Hugging Face chat model, loaded by FoveaKV, generating inside `compress`."""
+"""The model class for lmms-eval: its Hugging Face chat model, loaded by FoveaKV, generating inside `compress`."""
 
 from __future__ import annotations
 
@@ -29,29 +29,29 @@ from foveakv.models import load
 from foveakv.util import files
 
 MAX_NEW_TOKENS = 1024
-"""For tasks that set none, as in lmms-eval's class for LLaVA."""
+"""Default for tasks without a limit, as in lmms-eval's class for LLaVA."""
 
 
 class FoveaKV(Huggingface):
-    """Any model that `foveakv.load` opens, with its cache compressed by a method.
+    """Any model that `foveakv.load` can load, with its cache compressed by a method.
 
     Args:
         pretrained: model id, folder, or "demo".
         method: a method's name, or "none" for the plain model. Required.
-        budget: what the method may keep: 0.1, "10%", 1024, "512MiB".
+        budget: of the method: 0.1, "10%", 1024, "512MiB".
         device, dtype, attn_implementation, revision, trust_remote_code: as in `foveakv.load`. With several processes
-            (`accelerate launch`) every process has a whole copy of the model on its own GPU.
-        batch_size: requests that are generated together, padded on the left.
+            (`accelerate launch`) every process has a full copy of the model on its own GPU.
+        batch_size: number of requests per batch, padded on the left.
         max_batch_size: ignored; lmms-eval passes it to every model.
-        system_prompt: a text, or a file with it.
-        max_num_frames: the most frames taken of a video, evenly spaced.
-        report: file for the figures of every batch; with several processes `.rankN` goes before the suffix.
+        system_prompt: a text, or the path of a text file.
+        max_num_frames: maximum number of frames of a video, evenly spaced.
+        report: file for the figures of every batch; with several processes `.rankN` is inserted before the suffix.
         settings: `method.<option>`, `processor.<option>`, kv_dtype, residual_length, max_decode_slots, backend,
             preallocate.
 
     Raises:
-        MethodError, BudgetError: an argument that means nothing; raised before the model is loaded.
-        ModelLoadError, UnsupportedModelError: a model that cannot be loaded, or not be compressed correctly.
+        MethodError, BudgetError: an invalid argument; raised before the model is loaded.
+        ModelLoadError, UnsupportedModelError: the model cannot be loaded, or its cache cannot be compressed.
     """
 
     is_simple = False
@@ -73,13 +73,13 @@ class FoveaKV(Huggingface):
         report: str | None = None,
         **settings: Any,
     ) -> None:
-        super(Huggingface, self).__init__()  # its own __init__ loads the model in a way that fits CUDA in bfloat16 only
+        super(Huggingface, self).__init__()  # the parent class loads models on CUDA in bfloat16 only
         named = [name for name in inspect.signature(FoveaKV.__init__).parameters if name not in ("self", "settings")]
         self.arguments = arguments.parse(method, budget, settings, named)
         if pretrained is None:
             raise InputError("say which model: --model_args pretrained=Qwen/Qwen2.5-VL-7B-Instruct,...")
         if report is not None:
-            files.check_output_files(Path(report))  # before hours of answers, not after them
+            files.check_output_files(Path(report))  # before hours of work, not after
         self.batch_size_per_gpu = _whole(batch_size)
         self.accelerator = Accelerator()
         self._rank, self._world_size = self.accelerator.process_index, self.accelerator.num_processes
@@ -94,7 +94,7 @@ class FoveaKV(Huggingface):
             **{key: value for key, value in options.items() if value is not None},
         )
         with self._session():
-            pass  # refuses a model that cannot be compressed, before any data is fetched
+            pass  # raises for an unsupported model before any data is loaded
         self._device = self._model.device
         self._config = self._model.config
         self._tokenizer = getattr(self.processor, "tokenizer", self.processor)
@@ -106,6 +106,7 @@ class FoveaKV(Huggingface):
 
     @property
     def max_length(self) -> int:
+        """The maximum number of positions of the model."""
         return int(getattr(compat.text_config_of(self._model), "max_position_embeddings", 2048))
 
     def _session(self) -> Any:
@@ -128,9 +129,10 @@ class FoveaKV(Huggingface):
         }
 
     def generate_until(self, requests: Sequence[Any]) -> list[GenerationResult]:
-        """Answers in the order of the requests. An error of the library ends the run: an empty answer would be scored.
+        """Answers in the order of the requests.
 
-        Like lmms-eval's chat classes it does not cut answers at a task's `until`.
+        Errors end the run, since an empty answer would be scored. As in lmms-eval's chat classes, answers are not cut
+        at a task's `until`.
         """
         answers: list[GenerationResult | None] = [None] * len(requests)
         seconds = tokens = 0.0
@@ -155,7 +157,7 @@ class FoveaKV(Huggingface):
         return [answer for answer in answers if answer is not None]
 
     def _answer(self, batch: list[tuple[Any, ...]]) -> tuple[list[str], list[int], float]:
-        """Texts, numbers of new tokens, and the seconds that `generate` took."""
+        """(texts, numbers of new tokens, seconds in `generate`)."""
         conversations = []
         for _, doc_to_messages, _, doc_id, task, split in batch:
             messages = doc_to_messages(self.task_dict[task][split][doc_id])
@@ -174,7 +176,9 @@ class FoveaKV(Huggingface):
             report = session.report if session is not None else None
         fresh = output[:, length:]
         pad = self._tokenizer.pad_token_id if self._tokenizer.pad_token_id is not None else self.eot_token_id
-        ends = int(pad == self._tokenizer.eos_token_id)  # then the end of an answer looks like padding, and counts
+        ends = int(
+            pad == self._tokenizer.eos_token_id
+        )  # then the end token of an answer equals padding, and is counted
         counts = [min(len(row), int((row != pad).sum()) + ends) for row in fresh]
         self.records.add(
             {"task": batch[0][4], "split": batch[0][5], "doc_ids": [request[3] for request in batch]},
@@ -184,17 +188,19 @@ class FoveaKV(Huggingface):
         return self._tokenizer.batch_decode(fresh, skip_special_tokens=True), counts, took
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
+        """Not supported. UnsupportedModeError: always."""
         raise UnsupportedModeError(
-            "log-likelihoods come from one dense pass over prompt and answer, in which no cache is compressed; "
+            "log-likelihoods use one dense forward pass over prompt and answer, without a compressed cache; "
             "choose tasks of output type generate_until"
         )
 
     def generate_until_multi_round(self, requests: Sequence[Any]) -> list[str]:
+        """Not supported. UnsupportedModeError: always."""
         raise UnsupportedModeError("tasks with several rounds are not supported; choose tasks of type generate_until")
 
 
 def generation(kwargs: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """A task's generation settings as `generate` takes them; without a temperature above zero nothing is sampled."""
+    """A task's generation settings as arguments of `generate`; sampling needs a temperature above zero."""
     sampled = (kwargs.get("temperature") or 0) > 0
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     settings = {
@@ -203,12 +209,12 @@ def generation(kwargs: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
         "do_sample": sampled,
         "pad_token_id": pad,
     }
-    # None, so that what the model's own generation settings say about sampling does not come back.
+    # None overrides the sampling settings of the model's generation config.
     return settings | {name: kwargs.get(name) if sampled else None for name in ("temperature", "top_p", "top_k")}
 
 
 def _batches(requests: Sequence[Any], size: int) -> Iterator[list[int]]:
-    """Indices of requests that go together: of one task and split, with the same generation settings."""
+    """Indices of each batch: requests of one task and split, with the same generation settings."""
     groups: dict[str, list[int]] = {}
     for i, request in enumerate(requests):
         _, _, kwargs, _, task, split = request.args

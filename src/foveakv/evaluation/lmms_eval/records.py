@@ -1,4 +1,4 @@
-"""What every batch stored and how long it took, as a JSON file and as means for lmms-eval's own results."""
+"""Bytes and times of every batch, as a JSON file and as means for lmms-eval's results."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ _BYTES = ("stored_bytes", "full_bytes", "peak_bytes", "host_bytes")
 
 
 class Records:
-    """The figures of a run. `head` describes it: model, method, options, versions."""
+    """The figures of a run. head: its model, method, options and versions."""
 
     def __init__(self, head: dict[str, Any]) -> None:
         self.head = head
         self.batches: list[dict[str, Any]] = []
 
     def add(self, where: dict[str, Any], counts: dict[str, Any], report: Report | None) -> None:
-        """One batch: where it comes from, tokens and seconds, and its cache's report (None: the plain model)."""
+        """Adds a batch.
+
+        where: task, split and documents. counts: tokens and seconds. report: of its cache (None: the plain model).
+        """
         entry = {**where, **counts}
         if report is not None:
             entry |= {name: getattr(report, name) for name in _BYTES}
@@ -36,7 +39,7 @@ class Records:
         self.batches.append(entry)
 
     def means(self) -> dict[str, float]:
-        """Means per request of bytes (padding included), and per batch of seconds; nothing for the plain model."""
+        """Bytes per request (padding included) and seconds per batch; empty for the plain model."""
         counted = [batch for batch in self.batches if "stored_bytes" in batch]
         if not counted:
             return {}
@@ -51,7 +54,7 @@ class Records:
         return means
 
     def write(self, path: str | Path) -> None:
-        """{"head", "means", "batches"} as JSON; folders on the way are made."""
+        """Writes head, means and batches as JSON; creates missing folders."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {**self.head, "means": self.means(), "batches": self.batches}

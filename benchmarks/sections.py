@@ -1,0 +1,53 @@
+"""Titles and introductions of the sections of docs/performance.md."""
+
+from __future__ import annotations
+
+TITLES = {
+    "decode_attention": "Attention and cache update, per layer and token",
+    "generate": "Whole models",
+    "story": "HAE's story setting",
+    "prefill": "Prefill",
+    "memory": "Memory",
+    "append": "Appending",
+    "kvpress": "Comparison with kvpress",
+    "scale": "Growth with context and batch size",
+}
+INTROS = {
+    "decode_attention": (
+        "One layer with random keys and values in the geometry of a real model; no model around it. `x packed` is "
+        "the speed-up over SDPA on a preallocated full cache with the query group packed as rows, the fastest full "
+        "cache in plain PyTorch; `x default` is the speed-up over DynamicCache and transformers' sdpa. `of read` is "
+        "the time of a parallel sum over the bytes that the step reads, as a share of the step's time: at 100% a "
+        "step would take as long as reading its bytes once. Medians leave out HAE's evictions (one in 64 steps); "
+        "`by means` includes them."
+    ),
+    "generate": (
+        "All sides hold the same prompt and take turns. A prompt is `read` by the model, which gives the time to "
+        "the first token, or `filled` with random keys and values through the same cache code where reading would "
+        "take minutes. `x best full` is the speed-up over the fastest of transformers' default, StaticCache and "
+        "FoveaKV's `full`, by medians. Slices of Qwen2.5-VL have random weights. At batch size 1 most of a token's "
+        "time is spent reading weights, which no cache method changes."
+    ),
+    "story": "A complete `generate`: 1,024 tokens of KV, recycle bin of 128, 512 new tokens, 5 beams.",
+    "prefill": (
+        "Slices of a text decoder with random weights. `own work` is the library's time after each layer's "
+        "attention as a share of a plain prefill, the less noisy figure; `whole` compares whole prefills; `drift` "
+        "is the range of the plain prefills of that run."
+    ),
+    "memory": (
+        "Storage bytes of one prompt; unused room, positions, side tensors and digests count as stored. If the "
+        "device is the CPU, the host store is in the same memory."
+    ),
+    "append": (
+        "Appending tokens to a long cache, without attention. DynamicCache copies the cache for each token; FoveaKV "
+        "writes into room allocated in advance, and the slowest append is the one that grows it."
+    ),
+    "kvpress": (
+        "A text Llama with random weights, the same in both environments and processes. kvpress' AdaKV masks what "
+        "it evicts and frees no memory; ObservedAttention needs eager attention and is left out for long prompts."
+    ),
+    "scale": (
+        "One layer as above, with a budget that is a share of the context or a fixed number of tokens per head. The "
+        "exponent is the slope on log-log axes: 1 means proportional growth, 0 no growth."
+    ),
+}
