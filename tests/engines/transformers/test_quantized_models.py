@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 
 KINDS = ["int8", "int4"]
 FAMILIES = ["qwen2_5_vl", "llava", "gemma3"]
-# These drop or bring back after the prompt: which of its tokens had full-precision copies does not follow from the trace.
+# These evict or retrieve after the prompt, so the trace does not say which prompt tokens had full-precision copies.
 DROPS_LATER = ["hybridkv", "mustdrop", "prefixkv", "quest", "vlcache"]
 TOLERANCE = 1e-5  # decoded numbers are float32, whatever the model computes in
 
