@@ -63,7 +63,7 @@ def run(source: str, scope: dict[str, Any]) -> None:
     exec(compile(source, "example", "exec"), scope)
 
 
-EXAMPLES = ["README.md", "docs/index.md", "docs/usage.md"]
+EXAMPLES = ["README.md", "docs/index.md", "docs/usage.md", "docs/quantization.md"]
 
 
 @pytest.mark.parametrize("page", EXAMPLES)

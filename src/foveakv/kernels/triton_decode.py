@@ -1,7 +1,7 @@
 """Decode attention in Triton: every stored slot is read once, in place, whatever the lengths of the runs.
 
 Two launches: one program per (run, split of the run) does an online softmax over its slots, then the splits of every
-row are merged. The attention sum, where asked for, is a third launch that recomputes the scores against the final
+row are merged. The attention sum, if needed, is a third launch that recomputes the scores against the final
 log-sum-exp, so that nothing is added atomically and the result does not change from call to call.
 
 Nothing waits for the device: starts and lengths are read there, and the grid follows from shapes and from the power

@@ -18,8 +18,10 @@ Place = Literal["host", "device", "disk"]
 class ChunkWriter:
     """Collects rows of one width, at their place of storage.
 
-    A file is written as rows come and mapped at the end: it is never in memory as a whole, and the system reads and
-    forgets its pages as they are needed. It has no name, so that it goes with the process whatever happens.
+    A file is written row by row and mapped at the end: it is never in memory as a whole, and the system loads and drops
+    its pages as needed. It has no name, so the system removes it with the process.
+
+    StoreError: the file cannot be written.
     """
 
     def __init__(self, place: Place, rows: int, width: int, like: Tensor, directory: str | Path | None) -> None:
@@ -39,6 +41,7 @@ class ChunkWriter:
             self.buffer = torch.empty(self.shape, dtype=like.dtype, device=device, pin_memory=pinned)
 
     def write(self, rows: Tensor) -> None:
+        """Append rows [n, width] in the writer's dtype. StoreError: the file cannot be written."""
         if self.file is None:
             self.buffer[self.next : self.next + len(rows)] = rows
             self.next += len(rows)
@@ -74,7 +77,7 @@ class ChunkWriter:
 class Staging:
     """Rows of a store in host memory, copied to a CUDA device on a stream of their own.
 
-    The host gathers one piece while the one before is under way. What is returned may be used on the current stream.
+    The host gathers one piece while the previous one is copied. The result may be used on the current stream.
     """
 
     PIECE = 4 << 20  # bytes
@@ -104,5 +107,5 @@ class Staging:
 
 
 def _pinned(rows: int, like: Tensor) -> Tensor:
-    """[rows, W] from torch's pool of pinned memory, which takes it back only when copies from it are done."""
+    """[rows, W] from torch's pool of pinned memory, which reuses it only when copies from it are done."""
     return torch.empty(rows, like.shape[1], dtype=like.dtype, pin_memory=True)

@@ -30,7 +30,7 @@ _SCORES_AT_ONCE = 1 << 24  # relevance of a long later turn is computed in block
 class ChunkStore:
     """One layer's chunks with their digests, and a table of what was chosen.
 
-    Life: made during prefill, `reserve` once when the budgets are known, `fetch` before every decode attention; or,
+    Created during prefill, then `reserve` once when the budgets are known, `fetch` before every decode attention; or,
     after `reserve(in_place=True)`, `pick` and `pages`.
     """
 
@@ -48,7 +48,7 @@ class ChunkStore:
         digest_dtype: DigestDtype = "model",
         summary: Summary = "mean",
     ) -> None:
-        """Copies the complete chunks of some heads.
+        """Copy the complete chunks of some heads.
 
         Args:
             keys: [B, H, C, D], after RoPE. values: [B, H, C, Dv]. Both are stored in the wider of their dtypes.
@@ -90,7 +90,7 @@ class ChunkStore:
             self._resident = torch.zeros(len(count), longest, dtype=torch.bool, device=self.device)  # [n, P] chosen?
         self._equal = False  # all rows choose K of P chunks: no masks needed
         self._straight = True  # row i reads digest i: no gather needed
-        self._asked = 0  # slots that one fetch asks for
+        self._asked = 0  # slots that one fetch requests
         self._outside = int(count.sum()) * chunk
         self._staging: Staging | None = None
 
@@ -132,6 +132,7 @@ class ChunkStore:
 
     @property
     def digest_nbytes(self) -> int:
+        """Storage bytes of the digests and their scales."""
         return self._digests.nbytes
 
     @property
@@ -201,10 +202,10 @@ class ChunkStore:
         return self._run.shape[0]
 
     def reserve(self, segments: Segments, chunks: Tensor, *, in_place: bool = False) -> None:
-        """Gives head (b, h) chunks[b, h] chosen chunks, at first its newest; entries of other heads are ignored.
+        """Give head (b, h) chunks[b, h] chosen chunks, at first its newest; entries of other heads are ignored.
 
         They get slots at the end of the runs; with `in_place` only those of heads whose chunks all fit, since the
-        others are read from here. A head whose chunks all fit has no choice to make from then on. One without a chosen
+        others are read from here. A head whose chunks all fit makes no choices from then on. One without a chosen
         chunk can never get any: its chunks no longer count as stored.
         """
         self.in_place = in_place
@@ -239,7 +240,7 @@ class ChunkStore:
         self._describe()
 
     def relevance(self, query: Tensor, scaling: float) -> Tensor:
-        """How much a step's queries want every chunk: log of max over queries of softmax over chunks of q . digest.
+        """Relevance of every chunk to a step's queries: log of max over queries of softmax over chunks of q . digest.
 
         query [B, Hq, q, D]; returns [n, P], -inf beyond a row's chunks. The maximum runs over the query group and over
         all q new tokens.
@@ -268,9 +269,9 @@ class ChunkStore:
         return top, None if self._equal else torch.arange(width, device=self.device) < self._slots[:, None]
 
     def fetch(self, segments: Segments, relevance: Tensor) -> tuple[int, int]:
-        """Makes every row's slots hold its most relevant chunks [n, P]; copies only those that are not there yet.
+        """Make every row's slots hold its most relevant chunks, by relevance [n, P]; copies those not resident yet.
 
-        Returns (slots asked for, slots of these that were there already).
+        Returns (slots requested, slots of these that were already resident).
         """
         if not self.choosing:
             return 0, 0
@@ -290,9 +291,9 @@ class ChunkStore:
         return self._asked, self._asked - len(row) * self.chunk
 
     def pick(self, relevance: Tensor) -> tuple[int, int]:
-        """Chooses every row's most relevant chunks [n, P] for `pages`; copies nothing.
+        """Choose every row's most relevant chunks for `pages`, by relevance [n, P]; copies nothing.
 
-        Returns (slots asked for, slots of these that were chosen in the step before as well).
+        Returns (slots requested, slots of these that were also chosen in the previous step).
         """
         if not self.choosing:
             return 0, 0
@@ -308,7 +309,7 @@ class ChunkStore:
         return self._asked, int(stayed.sum()) * self.chunk
 
     def pages(self) -> Pages:
-        """What was chosen, for attention that reads it here."""
+        """The chosen chunks, for attention that reads them in place."""
         index = self._table + self._first[:, None]
         if not self._equal:
             index = index.masked_fill_(self._table < 0, -1)

@@ -1,13 +1,13 @@
 """Digests of chunks: one vector for every chunk, scored against the queries of a step.
 
-Notation: S stored heads, D digest dim, P chunks of the longest head; n rows that ask, r queries of each.
+Notation: S stored heads, D digest dim, P chunks of the longest head; n rows of queries, r queries each.
 
 A digest is the mean of a chunk's keys, as long as a key, or the bounds of its key channels, twice as long.
 
-The softmax over a head's chunks does not change when the same vector is taken off all its digests. Digests of 16 bits
-or less make use of that: they are stored as distances from the middle of each channel's range. So channels far from
-zero, as biases of key projections make them, lose no precision, and scores, which 16-bit products round, are small.
-The middles themselves are not needed again.
+The softmax over a head's chunks does not change when the same vector is subtracted from all its digests. Digests of
+16 bits or less are therefore stored as distances from the middle of each channel's range: channels far from zero, as
+biases of key projections make them, lose no precision, and scores, which 16-bit products round, are small. The middles
+are not needed again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Digests:
     """Digests [S, D, P] in the model's dtype, in bfloat16, or in int8 with one scale per head and channel."""
 
     def __init__(self, exact: Tensor, count: Tensor, kind: DigestDtype, dtype: torch.dtype) -> None:
-        """Stores what belongs to a head's chunks; entries beyond become 0.
+        """Store the digests of every head's chunks; entries beyond its chunks become 0.
 
         exact: [S, D, P] float32 or float64. count: int64 [S], chunks of every head. dtype: the model's.
         """
@@ -54,11 +54,12 @@ class Digests:
 
     @property
     def nbytes(self) -> int:
+        """Storage bytes, scales included."""
         scale = 0 if self.scale is None else self.scale.untyped_storage().nbytes()
         return self.data.untyped_storage().nbytes() + scale
 
     def take(self, heads: Tensor, longest: int) -> Digests:
-        """Those of some heads [S'], with room for `longest` chunks; nothing keeps the others alive."""
+        """The digests of some heads [S'], cut to `longest` chunks; the others are not referenced."""
         made = object.__new__(Digests)
         made.kind = self.kind
         with torch.inference_mode(False):
@@ -69,7 +70,7 @@ class Digests:
     def scores(self, query: Tensor, heads: Tensor | None = None) -> Tensor:
         """query [n, r, D] . digest of every chunk, up to a constant per query: [n, r, P], at least float32.
 
-        heads: int64 [n], the head that every row asks; None = row i asks head i. Autocast has no effect here.
+        heads: int64 [n], the head of every row; None = row i belongs to head i. Autocast has no effect here.
         """
         if torch.is_autocast_enabled(query.device.type):
             with torch.autocast(query.device.type, enabled=False):
@@ -101,9 +102,9 @@ def summarised(tokens: Tensor, summary: Summary) -> Tensor:
 
 
 def widened_query(query: Tensor, summary: Summary) -> Tensor:
-    """Queries [..., D] in the form that digests are scored with, [..., D] or [..., 2 D].
+    """Queries [..., D] in the form that scores digests, [..., D] or [..., 2 D].
 
-    Of bounds this gives the largest q . k that a key within them can have (Quest, arXiv 2406.10774, Alg. 1): channels
+    With bounds this gives the largest q . k of any key within them (Quest, arXiv 2406.10774, Alg. 1): channels
     where q is positive meet their maximum, the others their minimum.
     """
     return query if summary == "mean" else torch.cat([query.clamp_min(0), query.clamp_max(0)], -1)

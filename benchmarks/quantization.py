@@ -1,9 +1,9 @@
-"""What 8-bit and 4-bit slots change in the embedded model's answers, for docs/quantization.md.
+"""How 8-bit and 4-bit slots change the embedded model's answers, for docs/quantization.md.
 
-    python -m benchmarks.codes
+    python -m benchmarks.quantization
 
 First greedy answers of 16 tokens (six cards of a kind), then the right answer fed token by token (five cards): KL
-divergence of the next-token distribution from the one without codes. Full cache throughout.
+divergence of the next-token distribution from the one without quantization. Full cache throughout.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def answer(model: Any, inputs: dict[str, Any], **options: Any) -> tuple[list[int
 
 
 def distributions(model: Any, inputs: dict[str, Any], answer: Tensor, **options: Any) -> Tensor:
-    """Log-probabilities [tokens, vocabulary] behind every token of the answer [tokens]."""
+    """Log-probabilities [tokens, vocabulary] after every token of the answer [tokens]."""
     argument, steps = compat.cache_argument(model), []
     with foveakv.compress(model, foveakv.methods.get("full"), **options) as session:
         model(**inputs, use_cache=True)
