@@ -35,19 +35,19 @@ def share_out(weights: Tensor, slots: int, low: int, high: int, scores: Tensor |
     if not n:
         return torch.zeros(0, dtype=torch.int64)
     weights = weights.clamp_min(1e-12)
-    exact = weights * slots
-    if bool((exact < low).any() or (exact > high).any()):
+    shares = weights * slots
+    if bool((shares < low).any() or (shares > high).any()):
         # Find the scale at which the clipped shares sum to `slots`.
         small, large = 0.0, 2.0 * high / float(weights.min())
         for _ in range(200):
             middle = (small + large) / 2
             too_much = float((weights * middle).clamp(low, high).sum()) > slots
             small, large = (small, middle) if too_much else (middle, large)
-        exact = (weights * small).clamp(low, high)
-    budgets = (exact + 1e-9).floor().to(torch.int64).clamp(low, high)
+        shares = (weights * small).clamp(low, high)
+    budgets = (shares + 1e-9).floor().to(torch.int64).clamp(low, high)
     # Round up the largest fractions, as many as fit.
     by_score = torch.argsort(scores, descending=True, stable=True)
-    order = by_score[torch.argsort((exact - budgets)[by_score], descending=True, stable=True)].tolist()
+    order = by_score[torch.argsort((shares - budgets)[by_score], descending=True, stable=True)].tolist()
     rest = slots - int(budgets.sum())
     while rest:
         step = 1 if rest > 0 else -1

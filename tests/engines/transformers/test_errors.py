@@ -146,7 +146,7 @@ def test_no_image_in_the_prompt(model: Any, unharmed: None, name: str) -> None:
     text = families.prompt("llava", images=0)
     with (
         compress(model, methods.get(name)),
-        pytest.raises(NoVisualTokensError, match=f"{name} drops visual tokens only"),
+        pytest.raises(NoVisualTokensError, match=f"{name} evicts visual tokens only"),
     ):
         model.generate(**text, max_new_tokens=3)
 
