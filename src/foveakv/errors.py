@@ -1,42 +1,42 @@
-"""Every error that FoveaKV raises on purpose. Each message says what to do next."""
+"""Exceptions raised by FoveaKV. Every message says what to do next."""
 
 from __future__ import annotations
 
 
 class FoveaKVError(Exception):
-    """Base class, so that callers can catch everything that this library raises on purpose."""
+    """Base class of all exceptions that FoveaKV raises."""
 
 
 class BudgetError(FoveaKVError, ValueError):
-    """A budget that cannot be read or that leaves nothing to keep."""
+    """The budget cannot be parsed, or it is too small to keep anything."""
 
 
 class MethodError(FoveaKVError, ValueError):
-    """An unknown method, an unknown option, or an option value that makes no sense."""
+    """The method or one of its options is unknown, or the value of an option is invalid."""
 
 
 class NoVisualTokensError(FoveaKVError, ValueError):
-    """A method that only drops visual tokens met a prompt that has none."""
+    """The prompt has no visual tokens, and the method evicts visual tokens only."""
 
 
 class UnsupportedModelError(FoveaKVError, NotImplementedError):
-    """A model whose attention cannot be compressed correctly."""
+    """The model's attention cannot be compressed correctly."""
 
 
 class UnsupportedModeError(FoveaKVError, NotImplementedError):
-    """A generation mode or cache operation that cannot be combined with the method in use."""
+    """The generation mode or cache operation is not supported by the method in use."""
 
 
 class CacheInUseError(FoveaKVError, RuntimeError):
-    """A cache, session or method object was used with a model, or in a place, that it does not belong to."""
+    """A cache, session or method object is used with the wrong model or at the wrong time."""
 
 
 class InputError(FoveaKVError, ValueError):
-    """A prompt or an image that cannot be used: missing file, corrupt picture, wrong number of image tokens."""
+    """A prompt or an image is invalid, such as a missing file, a corrupt image or a wrong number of image tokens."""
 
 
 class OutputError(FoveaKVError, OSError):
-    """A file that cannot be written: a full disk, a read-only or missing folder, a folder in place of a file."""
+    """A file cannot be written, for example because the disk is full or the folder is missing or read-only."""
 
 
 class StoreError(FoveaKVError, OSError):
@@ -44,8 +44,8 @@ class StoreError(FoveaKVError, OSError):
 
 
 class MissingDependencyError(FoveaKVError, ImportError):
-    """An optional package is needed and not installed; the message has the command that installs it."""
+    """A required optional package is not installed; the message has the command that installs it."""
 
 
 class ModelLoadError(FoveaKVError, RuntimeError):
-    """A model could not be found, verified, assembled or loaded."""
+    """A model cannot be found, verified, assembled or loaded."""

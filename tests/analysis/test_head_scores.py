@@ -82,9 +82,9 @@ def test_boxes_are_patches() -> None:
 
 
 @pytest.mark.parametrize(("target", "message"), [
-    (Target("a", image=1), "picture 1 of 1"),
-    (Target("a", box=(0.5, 0.0, 0.5, 1.0)), "in shares of the picture"),
-    (Target("a", box=(0.0, 0.0, 64.0, 64.0)), "in shares of the picture"),
+    (Target("a", image=1), "image=1 of target 'a' is out of range"),
+    (Target("a", box=(0.5, 0.0, 0.5, 1.0)), "in shares of the image"),
+    (Target("a", box=(0.0, 0.0, 64.0, 64.0)), "in shares of the image"),
 ])  # fmt: skip
 def test_targets_that_are_nowhere(target: Target, message: str) -> None:
     prompt = PromptMap(torch.tensor([[0] + [1] * 16]))

@@ -162,7 +162,7 @@ def test_prompt_mistakes(folder: Path, files: list[Path]) -> None:
     common = ("generate", "--model", folder, "--image", files[0], "--prompt")
     assert "2 <image> marks and 1 image was given" in fail(*common, "<image> or <image>?")
     assert "the prompt is empty" in fail(*common, " ")
-    assert "random drops visual tokens only" in fail(
+    assert "random evicts visual tokens only" in fail(
         "generate", "--model", folder, "--prompt", "No picture.", "--method", "random"
     )
 

@@ -55,7 +55,7 @@ def test_a_file_is_loaded_once(keynorm: Path) -> None:
         ("x = 1", "registers no method"),
         ("1 / 0", "failed: ZeroDivisionError"),
         ("import none_such_module", "failed: ModuleNotFoundError"),
-        (None, "is no file"),
+        (None, "is not a file"),
     ],
 )
 def test_files_that_cannot_be_loaded(tmp_path: Path, source: str | None, message: str) -> None:
@@ -132,4 +132,4 @@ def test_runner_and_report(keynorm: Path, tmp_path: Path) -> None:
 def test_a_missing_plugin_is_one_line(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["--plugin", str(tmp_path / "none.py"), "methods"])
     assert result.exit_code == 2
-    assert "is no file" in result.output
+    assert "is not a file" in result.output

@@ -1,8 +1,8 @@
-"""Does a recycle bin lose less attention than greedy eviction? Both, replayed on the attention of a full cache.
+"""Compare a recycle bin with greedy eviction by the attention they lose, on recorded attention of a full cache.
 
 HAE (arXiv 2602.02197) argues that its decode eviction (DDES, a bin of D tokens) loses no more than greedy eviction (D =
-1). This measures it on recorded traces and promises nothing. A trace is what the tokens of one layer received in every
-decode step of a run that evicts nothing, so that decisions do not change what is attended to afterwards.
+1). This module measures both on recorded traces. A trace is the attention that the tokens of one layer received in
+every decode step of a run without eviction, so that decisions do not affect later attention.
 
 Notation: P prompts, L layers, C prompt tokens, T decode steps, N = C + T.
 """
@@ -39,10 +39,11 @@ MAX_TRACE_BYTES = 2**30
 
 @dataclass(frozen=True)
 class Trace:
-    """All layers of one run with a full cache, sums over query heads.
+    """Attention in all layers of one run with a full cache, summed over query heads.
 
-    prompt: [L, C] float32, what each prompt token received from the prompt's queries (Eq. 5's start). steps: T tensors
-    [L, C + t + 1] float32, what each token received in decode step t, the new token last. layers: the model's numbers.
+    prompt: float32 [L, C], attention that each prompt token received from the prompt's queries (initial value of
+    Eq. 5). steps: T tensors float32 [L, C + t + 1], attention that each token received in decode step t, the new token
+    last. layers: the model's indices of the layers.
     """
 
     label: str
@@ -58,13 +59,13 @@ class Trace:
 
 @dataclass(frozen=True)
 class Replay:
-    """One policy on one trace.
+    """Result of one policy on one trace.
 
-    last_seen: int64 [L, N], the last step that a token was stored in: -1 = it left with the prompt, T = it never left.
-    lost: float64 [L], the share of the trace's attention that falls on tokens that are no longer stored, all steps.
-    lost_by_step: float64 [T], the same per step, mean over layers. score: float64 [L], Eq. 5's scores of what was
-    evicted while decoding, when it left, summed. evicted: tokens per layer that left while decoding. peak: the most
-    tokens stored.
+    last_seen: int64 [L, N], the last step in which a token was stored: -1 = evicted at prefill, T = never evicted.
+    lost: float64 [L], share of the trace's attention to tokens that are no longer stored, over all steps. lost_by_step:
+    float64 [T], the same per step, averaged over layers. score: float64 [L], sum of the scores (Eq. 5) of tokens
+    evicted while decoding, at the time of their eviction. evicted: tokens per layer evicted while decoding. peak: the
+    most tokens stored.
     """
 
     last_seen: Tensor
@@ -77,11 +78,12 @@ class Replay:
 
 @dataclass(frozen=True)
 class BinResult:
-    """A bin of D tokens against greedy eviction on all traces (layer x prompt), at one steady size or at one peak.
+    """Comparison of a bin of D tokens with greedy eviction on all traces (layer x prompt).
 
-    traces: number of them. at_most_greedy: share of traces on which the bin loses no more. lost, greedy_lost: mean
-    share of the attention that is lost. score_at_most_greedy: the same share when a loss is counted as the Eq. 5 scores
-    that tokens had when they left.
+    size: D. matched: whether both have the same steady size or the same peak. traces: number of traces. at_most_greedy:
+    share of traces on which the bin loses no more attention. lost, greedy_lost: mean share of attention lost.
+    score_at_most_greedy: as at_most_greedy, but a loss is the sum of the scores (Eq. 5) of evicted tokens at the time
+    of their eviction. evicted, greedy_evicted: mean tokens per layer evicted while decoding.
     """
 
     size: int
@@ -97,10 +99,12 @@ class BinResult:
 
 @dataclass(frozen=True)
 class Eviction:
-    """What `eviction` measured.
+    """Result of `eviction`.
 
-    layers: the model's numbers. by_layer, by_step: mean lost share over prompts, for every D (1 is greedy), at one
-    steady size; steps beyond a shorter answer count for the others only. details: one entry per (prompt, D, layer).
+    labels, steady, steps: label, steady size and number of decode steps of every prompt. layers: the model's indices of
+    the layers. results: one comparison per D. by_layer, by_step: mean share of attention lost over prompts, for every D
+    (1 is greedy), at the same steady size; steps after the end of a shorter answer are averaged over the other prompts.
+    details: one entry per (prompt, D, layer). settings: arguments of the run.
     """
 
     labels: tuple[str, ...]
@@ -114,7 +118,7 @@ class Eviction:
     settings: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return {
             "settings": self.settings,
             "prompts": [
@@ -129,7 +133,7 @@ class Eviction:
         }
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat row per prompt, bin and layer, for CSV."""
+        """Return one flat row per prompt, bin and layer, for CSV."""
         return list(self.details)
 
 
@@ -144,10 +148,10 @@ class _Recorded(State):
 
 @dataclass
 class TraceProbe(Method):
-    """Keeps everything and records what every token receives while decoding.
+    """Keep everything and record the attention that every token receives while decoding.
 
-    rows: which prompt queries count for the starting scores, see `ddes.prompt_scores`. limit: bytes that the steps may
-    take on the host.
+    rows: prompt queries that count for the initial scores, see `foveakv.methods.prompt_scores`. limit: the most bytes
+    that the recorded steps may take on the host.
     """
 
     rows: Literal["all"] | int = "all"
@@ -157,20 +161,24 @@ class TraceProbe(Method):
 
     @property
     def observes(self) -> Observes:
+        """All prompt queries, and the attention sum of every decode step."""
         return Observes(queries="all", attention_sum=True)
 
     def begin(self, request: PromptView) -> _Recorded:
+        """Return an empty record."""
         return _Recorded()
 
     def prefill(self, view: PrefillView) -> None:
+        """Record the initial scores of one layer."""
         columns = real_first(view.prompt.real)[:, : int(view.prompt.lengths.max())]
         sums = prompt_scores(view, self.rows).sum(1).gather(1, columns)
         view.state.prompt.append(sums[0].cpu())
 
     def decode(self, view: DecodeView) -> None:
+        """Record the attention of one step in one layer."""
         trace, attention_sum = view.state, view.attention_sum
         if attention_sum is None:
-            raise MethodError(f"{self.name} needs the attention of each step")
+            raise MethodError(f"{self.name} needs the attention sum of every decode step")
         received = attention_sum[0].sum(0).to("cpu", torch.float32)
         trace.size += received.nbytes
         if trace.size > self.limit:
@@ -186,10 +194,16 @@ class TraceProbe(Method):
 def record(
     model: Any, label: str, inputs: Any, new_tokens: int, *, rows: Literal["all"] | int = "all", to_the_end: bool = True
 ) -> Trace:
-    """Generates greedily with a full cache and records it: new_tokens - 1 decode steps, see `passes.run`.
+    """Generate greedily with a full cache and record the attention of new_tokens - 1 decode steps.
+
+    Args:
+        model: a model that `foveakv.compress` supports.
+        label: label of the prompt.
+        inputs, new_tokens, to_the_end: see `passes.run`.
+        rows: prompt queries that count for the initial scores, "all" or a number of sampled rows.
 
     Raises:
-        InputError: the answer ended with its first token, which comes from the prompt's own pass.
+        InputError: the answer has one token only, which comes from the prompt's forward pass.
         UnsupportedModeError: the record would take more than 1 GiB.
     """
     cache, _ = run(model, inputs, TraceProbe(rows), new_tokens, to_the_end=to_the_end)
@@ -205,9 +219,15 @@ def record(
 
 
 def replay(trace: Trace, rules: RecycleBin, steady: int, recent: int = 0) -> Replay:
-    """Runs a bin over a trace, with the code that decides in `HAE`; all layers at once, as a batch.
+    """Apply a recycle bin to a trace, with the implementation that `HAE` uses; layers are processed as a batch.
 
-    The prompt is first brought down to `steady` tokens by its scores, as HAE does with a budget.
+    The prompt is first reduced to `steady` tokens by its scores, as HAE does with a budget.
+
+    Args:
+        trace: the recorded attention.
+        rules: settings of the bin.
+        steady: steady size l.
+        recent: newest tokens that are never evicted.
     """
     layers, columns = trace.prompt.shape
     steps = len(trace.steps)
@@ -239,7 +259,7 @@ def replay(trace: Trace, rules: RecycleBin, steady: int, recent: int = 0) -> Rep
 
 
 class _Layer:
-    """The layers of a trace as the sequences of one layer, whose keys and values are stand-ins."""
+    """The layers of a trace as the sequences of one cache layer, with placeholder keys and values."""
 
     def __init__(self, scores: Tensor, rules: RecycleBin, steady: int, recent: int) -> None:
         batch, columns = scores.shape
@@ -257,7 +277,7 @@ class _Layer:
         self.segments, _ = store_prompt(view, Decision(keep=keep, fields=rules.fields(sums)), storage)
 
     def step(self, received: Tensor) -> int:
-        """One decode step: received [L, N] by token. Returns the tokens stored before any is evicted."""
+        """Run one decode step; received: attention by token, [L, N]. Return the tokens stored before any eviction."""
         segments, batch = self.segments, self.segments.batch
         blank = torch.zeros(batch, 1, 1, 1)
         segments.append(blank, blank, torch.full((batch, 1), self.seen))
@@ -273,7 +293,7 @@ class _Layer:
         return length
 
     def stored(self, tokens: int) -> Tensor:
-        """Which of the first `tokens` tokens are stored: bool [L, tokens]."""
+        """Return which of the first `tokens` tokens are stored: bool [L, tokens]."""
         places = self.segments.positions()[:, 0]
         marks = torch.zeros(len(places), tokens + 1, dtype=torch.bool)
         return marks.scatter_(1, torch.where(places < 0, tokens, places), True)[:, :tokens]
@@ -282,13 +302,13 @@ class _Layer:
 def check_settings(
     bins: Sequence[int], budget: float | int | str, recent: int = 0, sink: int = 0, rows: Literal["all"] | int = "all"
 ) -> None:
-    """Raises `MethodError` or `BudgetError` for settings of `eviction` that mean nothing whatever the prompt is."""
+    """Raise `MethodError` or `BudgetError` for settings of `eviction` that are invalid for any prompt."""
     if not bins:
         raise MethodError("eviction: name at least one bin size")
     for size in bins:
-        checks.whole_number("eviction", "bins", size, 2, "1 is greedy eviction, with which they are compared")
+        checks.whole_number("eviction", "bins", size, 2, "1 is greedy eviction, the baseline")
     for option, value in (("recent", recent), ("sink", sink)):
-        checks.whole_number("eviction", option, value, 0, "tokens that always stay")
+        checks.whole_number("eviction", option, value, 0, "tokens that are always kept")
     check_rows("eviction", rows)
     if parse_budget(budget).kind == "bytes":
         raise MethodError("eviction: the steady size is a share of the prompt or tokens per head, not bytes")
@@ -307,24 +327,24 @@ def eviction(
     to_the_end: bool = True,
     progress: Progress | None = None,
 ) -> Eviction:
-    """Records every prompt once and replays greedy eviction and each bin on it.
+    """Record every prompt once and replay greedy eviction and each bin on it.
+
+    A bin stores up to D - 1 tokens more than greedy eviction with the same steady size l. It is therefore also compared
+    at the same peak: l is then D - 1 tokens lower, if at least one token remains.
 
     Args:
-        model: a model that `foveakv.compress` takes.
-        prompts: one or more.
-        bins: the D to compare with greedy eviction, each at least 2.
+        model: a model that `foveakv.compress` supports.
+        prompts: one or more prompts.
+        bins: values of D to compare with greedy eviction, each at least 2.
         budget: steady size l, as in `HAE`: a share of the prompt, or tokens per head.
-        new_tokens: tokens to generate; a bin flushes after D of them only.
-        recent, sink: so many of the newest and of the oldest tokens are never evicted; 0 is the paper.
-        rows: which prompt queries count for the scores, "all" or a number of sampled rows.
-        to_the_end: go on past the end of an answer, so that short answers are recorded too.
+        new_tokens: tokens to generate; the first flush of a bin is after D tokens.
+        recent, sink: number of newest and oldest tokens that are never evicted; 0 in the paper.
+        rows: prompt queries that count for the scores, "all" or a number of sampled rows.
+        to_the_end: continue after the end of an answer, so that short answers are recorded too.
         progress: called with each label before its run.
 
-    A bin holds up to D - 1 tokens more than greedy eviction of the same steady size l. So it is also compared at the
-    same peak: there its l is D - 1 tokens lower, where that leaves at least one.
-
     Raises:
-        MethodError: a bin below 2, or a budget that leaves no room beside sink and recent tokens.
+        MethodError: a bin is below 2, or the budget is not larger than sink + recent.
     """
     check(prompts)
     check_settings(bins, budget, recent, sink, rows)
@@ -344,7 +364,7 @@ def eviction(
         steady = max(1, math.floor(parsed.value * (columns if parsed.kind == "ratio" else 1)))
         if steady <= recent + sink:
             raise MethodError(
-                f"eviction: {steady} tokens per head leave no room beside sink + recent; raise the budget"
+                f"eviction: {steady} tokens per head leave no room beside sink + recent tokens; raise the budget"
             )
         steady_sizes.append(steady)
         step_counts.append(len(trace.steps))
@@ -405,5 +425,5 @@ def _result(size: int, matched: str, pairs: list[tuple[Replay, Replay]]) -> BinR
 
 
 def _means(rows: list[list[float]]) -> list[float]:
-    """Column means of rows of different lengths."""
+    """Return the column means of rows of different lengths."""
     return [fmean(row[t] for row in rows if t < len(row)) for t in range(max(map(len, rows)))]

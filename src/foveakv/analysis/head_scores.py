@@ -1,7 +1,7 @@
-"""Which heads look at pictures: visual head scores, made once per model, and their files.
+"""Visual head scores, measured once per model, as in SparseMM (Wang et al., arXiv 2506.05344).
 
-After SparseMM (Wang et al., arXiv 2506.05344): the model reads out what stands in a picture, and a head scores whenever
-its strongest attention falls on the very place that the generated token names. The method `sparsemm` uses the scores.
+The model names what an image shows, and a head scores if its strongest attention is on the region that the generated
+token names. The method `sparsemm` uses the scores.
 
     samples = [HeadSample("What is written here? <image>", ["sign.png"], [Target("EXIT", box=(0.1, 0.2, 0.5, 0.4))])]
     save_head_scores(visual_head_scores(model, processor, samples), "scores.json")
@@ -41,10 +41,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Target:
-    """Something that can be read or named in a picture.
+    """Something in an image that can be read or named.
 
-    text: what the model should write. image: in which of the sample's pictures, from 0. box: where in it, (left, top,
-    right, bottom) as shares of its width and height; None = anywhere in it.
+    text: the text that the model should generate. image: index of the image in the sample, from 0. box: the region
+    (left, top, right, bottom) as shares of the image's width and height; None = the whole image.
     """
 
     text: str
@@ -54,10 +54,10 @@ class Target:
 
 @dataclass(frozen=True)
 class HeadSample:
-    """A prompt about pictures whose answer names things in them.
+    """A prompt about images whose answer names things in them.
 
-    text: the question; `<image>` marks the places of the pictures. targets: what the answer may name; without any,
-    every generated token is taken to name something anywhere in the pictures.
+    text: the question; `<image>` marks the positions of the images. images: files or images. targets: what the answer
+    may name; without targets, every generated token counts as naming something anywhere in the images.
     """
 
     text: str
@@ -67,14 +67,14 @@ class HeadSample:
 
 @dataclass
 class _Looks(State):
-    """For every layer, the column that each query head looks at most, per generated token: int64 [H, G]."""
+    """For every layer, the column that each query head attends to most, per generated token: int64 [H, G]."""
 
     layers: list[list[Tensor]]
 
 
 @dataclass
 class _Watcher(Method):
-    """Keeps everything and notes where every query head looks most when it makes a token."""
+    """Keep everything and record the column that every query head attends to most for each generated token."""
 
     name: ClassVar[str] = "head scores"
 
@@ -91,11 +91,11 @@ class _Watcher(Method):
         self._note(view, view.query[..., -1:, :], view.keys, seen)
 
     def decode(self, view: DecodeView) -> None:
-        # nothing was evicted, so slots are stored in the order of positions
+        # Nothing was evicted, so slots are stored in the order of positions.
         self._note(view, view.query, view.slots.keys(), None)
 
     def _note(self, view: LayerView, query: Tensor, keys: Tensor, seen: Tensor | None) -> None:
-        """query [1, Hq, 1, D], keys [1, H, M, D]; the softmax does not change which column is the highest."""
+        """Record the columns with the highest logits; query: [1, Hq, 1, D], keys: [1, H, M, D]."""
         heads = keys.shape[1]
         grouped = query[0, :, 0].view(heads, -1, query.shape[-1]).float()
         logits = grouped @ keys[0].float().mT  # [H, G, M]
@@ -107,18 +107,28 @@ class _Watcher(Method):
 def visual_head_scores(
     model: Any, processor: Any, samples: Iterable[HeadSample], *, max_new_tokens: int = 64
 ) -> Tensor:
-    """Visual scores of all heads, float32 [layers, KV heads], for `sparsemm` and `save_head_scores`.
+    """Measure the visual scores of all heads, for `sparsemm` and `save_head_scores`.
 
-    The model answers every sample greedily with its full cache. For every generated token whose text occurs in exactly
-    one target, each query head whose strongest attention lies in the target's place gets 1 / (tokens of that place). A
-    head's score is the mean over samples, a KV head's the sum over its query heads. This is the paper's procedure on
-    OCR data, with its code's rule for tokens that fit several targets.
+    The model answers every sample greedily with a full cache. For every generated token whose text occurs in exactly
+    one target, each query head whose strongest attention is in the target's region gets 1 / (tokens of the region). The
+    score of a query head is the mean over samples, that of a KV head the sum over its query heads. This is the paper's
+    procedure on OCR data, with the rule of its code for tokens that match several targets.
 
-    Not stated, since the paper has a box for every word; we take the whole picture as the place of a target without a
-    box, and all pictures where a sample has no targets: a coarser measure, which tells heads that look at the right
-    picture (or at any) from the others. Layers whose cache is not compressed (sliding windows) score 0.
+    Not stated in the paper, which has a box for every word; we use the whole image as the region of a target without a
+    box, and all images if a sample has no targets. This measure is coarser: it distinguishes heads that attend to the
+    right image (or to any image) from the others. Layers whose cache is not compressed (sliding window) score 0.
 
-    InputError: a sample cannot be used, or no generated token named a target.
+    Args:
+        model: a model that `foveakv.compress` supports.
+        processor: its processor.
+        samples: prompts whose answers the model knows.
+        max_new_tokens: the most tokens to generate per sample.
+
+    Returns:
+        float32 [layers, KV heads].
+
+    Raises:
+        InputError: a sample is invalid, or no generated token named a target.
     """
     from foveakv.engines.transformers.session import compress
     from foveakv.models.inputs import build_inputs, read_image
@@ -127,14 +137,14 @@ def visual_head_scores(
     total: Tensor | None = None
     count = named = 0
     for sample in samples:
-        pictures = [read_image(image) if isinstance(image, (str, Path)) else image for image in sample.images]
-        inputs = build_inputs(processor, sample.text, pictures, model=model)
+        images = [read_image(image) if isinstance(image, (str, Path)) else image for image in sample.images]
+        inputs = build_inputs(processor, sample.text, images, model=model)
         with torch.no_grad(), compress(model, _Watcher()) as session:
             output = model.generate(
                 **inputs, max_new_tokens=max_new_tokens, do_sample=False, num_beams=1, return_dict_in_generate=False
             )
             cache = session.cache
-        places = target_places(cache.full_prompt, pictures, sample.targets)
+        places = target_places(cache.full_prompt, images, sample.targets)
         noted = cache.state.layers if isinstance(cache.state, _Looks) else []
         looks = {layer.layer_idx: torch.stack(own) for layer, own in zip(cache.compressed, noted, strict=True)}
         if total is None:
@@ -156,7 +166,11 @@ def visual_head_scores(
 
 
 def target_places(prompt: PromptMap, pictures: Sequence[Image], targets: Sequence[Target]) -> list[Tensor]:
-    """The columns of the prompt where each target is, int64 [n] each; without targets those of all pictures."""
+    """Return the prompt columns of each target's region, int64 [n] each; without targets, those of all images.
+
+    Raises:
+        InputError: a target has an invalid image or box, or the image tokens do not form a grid.
+    """
     from foveakv.core.patches import image_columns, patch_grid
 
     columns = [own.cpu() for own in image_columns(prompt, pictures)]
@@ -165,20 +179,23 @@ def target_places(prompt: PromptMap, pictures: Sequence[Image], targets: Sequenc
     places = []
     for target in targets:
         if not 0 <= target.image < len(columns):
-            raise InputError(f"head scores: target {target.text!r} is in picture {target.image} of {len(columns)}")
+            raise InputError(
+                f"head scores: image={target.image} of target {target.text!r} is out of range; images are counted from "
+                f"0, and the sample has {len(columns)}"
+            )
         own = columns[target.image]
         if target.box is not None:
             left, top, right, bottom = target.box
             if not (0 <= left < right <= 1 and 0 <= top < bottom <= 1):
                 raise InputError(
                     f"head scores: box {target.box} of {target.text!r} must be (left, top, right, bottom) in shares of "
-                    "the picture, from 0 to 1"
+                    "the image, from 0 to 1"
                 )
             grid = patch_grid(len(own), pictures[target.image].size)
             if grid is None:
                 raise InputError(
-                    f"head scores: the {len(own)} tokens of picture {target.image} form no grid that a box could be "
-                    "laid over; leave the boxes out"
+                    f"head scores: the {len(own)} tokens of image {target.image} form no grid to apply a box to; "
+                    "leave the boxes out"
                 )
             across = slice(math.floor(left * grid[1]), math.ceil(right * grid[1]))
             down = slice(math.floor(top * grid[0]), math.ceil(bottom * grid[0]))
@@ -188,7 +205,7 @@ def target_places(prompt: PromptMap, pictures: Sequence[Image], targets: Sequenc
 
 
 def _place_of(word: str, targets: Sequence[Target], places: Sequence[Tensor]) -> Tensor | None:
-    """The place that a generated token names; None where it names nothing, or more than one target fits."""
+    """Return the region that a generated token names; None if it matches no target or more than one."""
     if not targets:
         return places[0] if places else None
     fitting = [place for target, place in zip(targets, places, strict=True) if word and word in target.text]

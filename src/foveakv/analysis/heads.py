@@ -1,7 +1,9 @@
-"""Which heads are static and which dynamic, and whether that is a trait of the model or of the prompt.
+"""Static and dynamic heads of a model, and how much their classification depends on the prompt.
 
-HybridKV (arXiv 2604.05887) calls a head static when the prompt's text rows find most of their attention in few tokens:
-S, the mean of the k largest probabilities' sum (Eq. 2 and 3), is at least theta. P prompts, L layers, H KV heads.
+In HybridKV (arXiv 2604.05887) a head is static if the attention of the prompt's text rows is concentrated on few
+tokens: S, the mean of the sum of the k largest probabilities (Eq. 2 and 3), is at least theta.
+
+Notation: P prompts, L layers, H KV heads.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ from foveakv.methods import HeadMaps, Method
 
 @dataclass(frozen=True)
 class Pair:
-    """How two prompts agree. correlation: Pearson's, of S over all heads; None where one of them is constant.
+    """Agreement of two prompts.
 
-    changed: share of heads that are static for one prompt and dynamic for the other.
+    first, second: labels of the prompts. correlation: Pearson correlation of S over all heads; None if one of them is
+    constant. changed: share of heads that are static for one prompt and dynamic for the other.
     """
 
     first: str
@@ -33,10 +36,11 @@ class Pair:
 
 @dataclass(frozen=True)
 class PromptHeads:
-    """The heads of a model under P prompts.
+    """Classification of a model's heads for P prompts.
 
-    scores: float64 [P, L, H], S of Eq. 3, 0 to 1. static: bool [P, L, H]. budgets: int64 [P, L, H], slots that HybridKV
-    gives each head. layers: the model's numbers of the L layers. tokens, visual: prompt tokens and visual tokens [P].
+    labels: labels of the prompts. layers: the model's indices of the L layers. scores: float64 [P, L, H], S of Eq. 3, 0
+    to 1. static: bool [P, L, H]. budgets: int64 [P, L, H], slots that HybridKV allocates to each head. tokens, visual:
+    prompt tokens and visual tokens [P]. settings: settings of the method.
     """
 
     labels: tuple[str, ...]
@@ -55,18 +59,18 @@ class PromptHeads:
 
     @property
     def static_frequency(self) -> Tensor:
-        """Share of prompts for which a head is static: float64 [L, H]."""
+        """Share of prompts for which each head is static: float64 [L, H]."""
         return self.static.double().mean(0)
 
     @property
     def steady_share(self) -> float:
-        """Share of heads that have one type for all prompts."""
+        """Share of heads that have the same type for all prompts."""
         often = self.static_frequency
         return float(((often == 0) | (often == 1)).double().mean())
 
     @property
     def pairs(self) -> list[Pair]:
-        """Every two prompts."""
+        """Agreement of every pair of prompts."""
         return [
             Pair(
                 self.labels[a],
@@ -78,7 +82,7 @@ class PromptHeads:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         prompts = [
             {
                 "label": self.labels[p],
@@ -100,7 +104,7 @@ class PromptHeads:
         }
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat row per prompt, layer and KV head, for CSV."""
+        """Return one flat row per prompt, layer and KV head, for CSV."""
         prompts, layers, heads = self.scores.shape
         return [
             {
@@ -118,15 +122,19 @@ class PromptHeads:
 
 
 def head_maps(model: Any, prompts: Prompts, method: Method, *, progress: Progress | None = None) -> PromptHeads:
-    """Reads every prompt once with the method and takes its head scores, classes and budgets.
+    """Run the prefill of every prompt once with the method and collect its head scores, classes and budgets.
 
-    Scores come from the dense attention of the prompt, before anything is dropped; no answer is generated.
+    Scores are from the dense attention of the prompt, before anything is evicted; no answer is generated.
 
     Args:
-        model: a model that `foveakv.compress` takes.
-        prompts: one or more; heads are compared between them.
+        model: a model that `foveakv.compress` supports.
+        prompts: one or more prompts, between which heads are compared.
         method: a method that classifies heads, such as `HybridKV()` with its settings.
         progress: called with each label before its run.
+
+    Raises:
+        InputError: the prompts are not single sequences.
+        MethodError: the method does not classify heads.
     """
     check(prompts)
     maps: list[HeadMaps] = []
@@ -138,7 +146,7 @@ def head_maps(model: Any, prompts: Prompts, method: Method, *, progress: Progres
         cache, _ = run(model, inputs, method)
         heads = cache.results.heads
         if heads is None:
-            raise MethodError(f"{method.name} classifies no heads; use a method that does, such as hybridkv")
+            raise MethodError(f"{method.name} does not classify heads; use a method that does, such as hybridkv")
         maps.append(heads)
         tokens.append(int(cache.full_prompt.real.sum()))
         visual.append(int(cache.full_prompt.visual.sum()))
@@ -156,7 +164,7 @@ def head_maps(model: Any, prompts: Prompts, method: Method, *, progress: Progres
 
 
 def correlation(first: Tensor, second: Tensor) -> float | None:
-    """Pearson's correlation of two equally shaped tensors over all entries; None where one of them is constant."""
+    """Return the Pearson correlation of two tensors of the same shape over all entries; None if one is constant."""
     a, b = (t.double().flatten() - t.double().mean() for t in (first, second))
     spread = float(a.norm() * b.norm())
     return float(a @ b) / spread if spread > 0 else None

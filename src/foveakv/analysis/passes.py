@@ -1,4 +1,4 @@
-"""Running one prompt with a method that watches, for all analyses."""
+"""Runs of single prompts with a method, shared by all analyses."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from foveakv.errors import InputError
 from foveakv.methods import Method
 
 Prompts = Mapping[str, Mapping[str, Any]]
-"""Label -> the inputs of `generate` for one sequence, e.g. from `foveakv.build_inputs`."""
+"""Maps labels to the inputs of `generate` for one sequence, e.g. from `foveakv.build_inputs`."""
 
 Progress = Callable[[str], None]
+"""Called with the label of a prompt before its run."""
 
 
 def check(prompts: Prompts) -> None:
-    """Raises `InputError` unless every entry is one prompt of one sequence."""
+    """Raise `InputError` unless there is at least one prompt and all are single sequences."""
     if not prompts:
-        raise InputError("there is no prompt to analyse; give at least one")
+        raise InputError("no prompt to analyse; give at least one")
     for label, inputs in prompts.items():
         ids = inputs.get("input_ids")
         if not isinstance(ids, Tensor) or ids.ndim != 2 or len(ids) != 1:
-            raise InputError(f"{label}: an analysis takes single prompts, input_ids of shape [1, tokens]")
+            raise InputError(f"{label}: an analysis takes single prompts, with input_ids of shape [1, tokens]")
 
 
 def run(
@@ -38,10 +39,18 @@ def run(
     to_the_end: bool = False,
     **options: Any,
 ) -> tuple[CompressedCache, list[int]]:
-    """Generates greedily with a method; returns the cache as it was left and the generated ids.
+    """Generate greedily with a method.
 
-    new_tokens: the longest answer; 1 reads the prompt only. to_the_end: generate all of them, past an end of the
-    answer. options: for `foveakv.compress`.
+    Args:
+        model: a model that `foveakv.compress` supports.
+        inputs: inputs of `generate` for one sequence.
+        method: the method.
+        new_tokens: the most tokens to generate; 1 runs the prefill only.
+        to_the_end: generate all new tokens, also after the end of the answer.
+        options: options of `foveakv.compress`.
+
+    Returns:
+        The cache after generation, and the generated token ids.
     """
     limits = {"min_new_tokens": new_tokens} if to_the_end else {}
     with compress(model, method, **options) as session, torch.no_grad():

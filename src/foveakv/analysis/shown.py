@@ -1,6 +1,6 @@
-"""Which patches of the pictures a method keeps: per layer, per head, averaged, and from one decode step to the next.
+"""Image patches that a method keeps: per layer, per head, averaged, and per decode step.
 
-C prompt columns, S decode steps.
+Notation: C prompt columns.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Share:
-    """For every prompt column the share of `heads` (layer, KV head) pairs that hold it: columns float32 [C]."""
+    """Share of (layer, KV head) pairs that store each prompt column.
+
+    label: what the share is of, such as "layer 3". heads: number of pairs. columns: float32 [C], the shares.
+    """
 
     label: str
     heads: int
@@ -33,11 +36,11 @@ class Share:
 
 @dataclass(frozen=True)
 class Shown:
-    """What stayed of one prompt.
+    """The prompt columns that a method kept for one prompt.
 
-    rows: at the end of the answer, one per asked layer, or one for all. steps: what each decode step attended to;
-    of HybridKV's heads those that retrieve. tokens: the answer's ids; step s (from 0) reads tokens[s] and makes
-    tokens[s + 1].
+    rows: at the end of the answer, one per requested layer, or one for all. steps: columns that each decode step
+    attended to; with HybridKV, of dynamic heads only. tokens: token ids of the answer; step s (from 0) reads tokens[s]
+    and generates tokens[s + 1]. prompt: map of the prompt. settings: settings of the method.
     """
 
     rows: tuple[Share, ...]
@@ -47,7 +50,7 @@ class Shown:
     settings: dict[str, Any]
 
     def to_dict(self, images: Sequence[Tensor]) -> dict[str, Any]:
-        """Plain values for JSON. images: the prompt columns of every image (`core.patches.image_columns`)."""
+        """Return plain values for JSON. images: the prompt columns of every image (`core.patches.image_columns`)."""
 
         def plain(share: Share) -> dict[str, Any]:
             values = [[round(value, 6) for value in share.columns[own].tolist()] for own in images]
@@ -61,7 +64,7 @@ class Shown:
         }
 
     def table_rows(self, images: Sequence[Tensor]) -> list[dict[str, Any]]:
-        """One flat row per row or step, picture and patch, for CSV."""
+        """Return one flat row per share, image and patch, for CSV. images: as in `to_dict`."""
         return [
             {"when": when, "label": share.label, "image": i + 1, "patch": patch, "share": round(value, 6)}
             for when, shares in (("end", self.rows), ("step", self.steps))
@@ -83,23 +86,24 @@ def shown(
     steps: bool = False,
     to_the_end: bool = False,
 ) -> Shown:
-    """Answers one prompt with a method and says which prompt columns are kept.
+    """Answer one prompt with a method and return the prompt columns that it keeps.
 
     Args:
-        model: a model that `foveakv.compress` takes.
-        inputs: of `generate`, for one sequence.
+        model: a model that `foveakv.compress` supports.
+        inputs: inputs of `generate` for one sequence.
         method: any method.
-        new_tokens: the longest answer.
-        layers: the model's numbers of the layers to look at; None = all that are compressed.
-        head: only this KV head of each.
-        each: a row per layer; False averages over them.
-        steps: also what each decode step attended to, averaged. It keeps positions of all slots for all steps in memory
-            while it runs.
-        to_the_end: generate all new tokens, past the end of the answer.
+        new_tokens: the most tokens to generate.
+        layers: the model's indices of the layers to include; None = all compressed layers.
+        head: include only this KV head of each layer; None = all.
+        each: return one row per layer; False averages over layers.
+        steps: also return the columns that each decode step attended to, averaged. The positions of all slots are kept
+            in memory for all steps during the run.
+        to_the_end: generate all new tokens, also after the end of the answer.
 
     Raises:
-        MethodError: a layer that is not compressed.
-        InputError: a head that the model does not have, or steps without a retrieving head among those asked for.
+        MethodError: a layer is not compressed.
+        InputError: the model does not have this head, or `steps` is set and the answer has no decode step or none of
+            the requested heads retrieves.
     """
     check({"prompt": inputs})
     cache, tokens = run(model, inputs, method, new_tokens, to_the_end=to_the_end, trace=steps)
@@ -122,7 +126,7 @@ def shown(
 
 
 def _pairs(cache: CompressedCache, layers: Sequence[int], head: int | None) -> dict[int, Tensor]:
-    """Layer -> bool [H], the heads that count."""
+    """Map each layer to the heads to include, bool [H]."""
     found = {}
     for number in layers:
         heads = cache.kept(number).shape[1]
@@ -133,7 +137,7 @@ def _pairs(cache: CompressedCache, layers: Sequence[int], head: int | None) -> d
 
 
 def _share(cache: CompressedCache, positions: Mapping[int, Tensor], pairs: Mapping[int, Tensor], label: str) -> Share:
-    """positions: layer -> [1, H, M], -1 = none."""
+    """Compute the share of the selected heads that store each column; positions: layer -> [1, H, M], -1 = none."""
     held = (positions[number][0].cpu()[wanted] for number, wanted in pairs.items())
     share, heads = held_share(held, cache.prompt_columns)
     return Share(label, heads, share)
@@ -148,8 +152,11 @@ def _steps(cache: CompressedCache, pairs: Mapping[int, Tensor]) -> list[Share]:
             raise InputError("none of these heads retrieves: all are static and keep the same patches in every step")
     trace = cache.trace
     if trace is None:
-        raise MethodError("the steps of this run were not recorded")
+        raise MethodError("the decode steps of this run were not recorded; run it with trace=True")
     decoded = [step for step in trace if step]
     if not decoded:
-        raise InputError("the answer has one token, which comes from the prompt's own pass; no decode step to show")
+        raise InputError(
+            "the answer has one token, which comes from the prompt's forward pass, so there is no decode step to show; "
+            "raise the number of new tokens"
+        )
     return [_share(cache, step, pairs, f"step {s + 1}") for s, step in enumerate(decoded)]

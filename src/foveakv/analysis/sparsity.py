@@ -1,8 +1,10 @@
-"""How sparse attention to pictures and to text is, and whether the first layer may decide for all.
+"""Sparsity of attention to images and to text, and the agreement of the first layer's evictions with other layers.
 
-HAE (arXiv 2602.02197) drops visual tokens by the first layer's attention alone and rests that on two observations:
-attention to visual tokens is sparser than to text (a probability <= 1e-4 counts as nothing), and the other layers would
-evict mostly the same tokens. P prompts, L layers, C prompt columns.
+HAE (arXiv 2602.02197) evicts visual tokens by the attention of the first layer alone, based on two observations:
+attention to visual tokens is sparser than to text (probabilities <= 1e-4 count as zero), and the other layers would
+evict mostly the same tokens.
+
+Notation: L layers, C prompt columns.
 """
 
 from __future__ import annotations
@@ -23,20 +25,19 @@ from foveakv.methods.hae import HAE
 from foveakv.methods.views import Observes, PrefillView, PromptView, State
 
 THRESHOLD = 1e-4
-"""HAE's: a probability up to it counts as no attention."""
+"""Threshold of HAE: probabilities up to it count as zero."""
 PAPER_OVERLAP = 0.9
-"""The share that HAE's paper claims for its models; nothing here was measured on those."""
+"""Overlap that the HAE paper states for its models."""
 
 
 @dataclass(frozen=True)
 class PromptSparsity:
-    """One prompt; lists have one entry per layer.
+    """Measurements of one prompt; lists have one entry per layer.
 
-    visual, text: share of the text rows' probabilities <= 1e-4, among visual and among text columns that they can see.
-    overlap: of the visual tokens that the first layer evicts, the share that this layer would evict too if it evicted
-    equally many by its own a_j (Eq. 1); None where the first layer evicts none. lost: share of this layer's attention
-    to visual tokens that falls on those the first layer evicts. visual_tokens, evicted: numbers of tokens. chance: the
-    expected overlap of two random choices, evicted / visual_tokens.
+    visual, text: share of the text rows' probabilities that are <= 1e-4, among visible visual and text columns.
+    overlap: share of the visual tokens evicted by the first layer that this layer would also evict if it evicted the
+    same number by its own a_j (Eq. 1); None if the first layer evicts none. lost: share of this layer's attention to
+    visual tokens that goes to those evicted by the first layer. visual_tokens, evicted: numbers of tokens.
     """
 
     label: str
@@ -50,12 +51,16 @@ class PromptSparsity:
 
     @property
     def chance(self) -> float:
+        """Expected overlap of two random choices, evicted / visual_tokens."""
         return self.evicted / self.visual_tokens
 
 
 @dataclass(frozen=True)
 class Sparsity:
-    """What `sparsity` measured. layers: the model's numbers of the L layers."""
+    """Result of `sparsity`.
+
+    layers: the model's indices of the L layers. prompts: one entry per prompt. settings: settings of HAE.
+    """
 
     layers: tuple[int, ...]
     prompts: tuple[PromptSparsity, ...]
@@ -63,22 +68,23 @@ class Sparsity:
 
     @property
     def mean_overlap(self) -> float | None:
-        """Over prompts and all layers but the first (whose overlap with itself is 1); None without any eviction."""
+        """Mean overlap over prompts and layers, without the first layer (which is 1); None if nothing was evicted."""
         values = [value for prompt in self.prompts for value in (prompt.overlap or [])[1:]]
         return sum(values) / len(values) if values else None
 
     @property
     def layers_above_claim(self) -> float | None:
-        """Share of (prompt, layer) pairs, the first layer left out, whose overlap is at least the paper's 90%."""
+        """Share of (prompt, layer) pairs, without the first layer, whose overlap is at least the paper's 90%."""
         values = [value for prompt in self.prompts for value in (prompt.overlap or [])[1:]]
         return sum(value >= PAPER_OVERLAP for value in values) / len(values) if values else None
 
     @property
     def mean_chance(self) -> float:
+        """Mean expected overlap of two random choices, over prompts."""
         return sum(prompt.chance for prompt in self.prompts) / len(self.prompts)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return {
             "settings": self.settings,
             "threshold": THRESHOLD,
@@ -91,7 +97,7 @@ class Sparsity:
         }
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat row per prompt and layer, for CSV."""
+        """Return one flat row per prompt and layer, for CSV."""
         return [
             {
                 "prompt": prompt.label,
@@ -117,7 +123,7 @@ class _Measured(State):
 
 @dataclass
 class SparsityProbe(Method):
-    """Watches every layer's prompt and drops nothing. rules: HAE's settings, of which DAP's count."""
+    """Measure every layer of the prompt and evict nothing. rules: settings of HAE, of which those of DAP are used."""
 
     rules: HAE
 
@@ -125,14 +131,19 @@ class SparsityProbe(Method):
 
     @property
     def observes(self) -> Observes:
+        """The text queries."""
         return Observes(queries="text")
 
     def begin(self, request: PromptView) -> _Measured:
+        """Check that the prompt has visual tokens and select the text rows."""
         if not request.prompt.has_visual:
-            raise NoVisualTokensError("sparsity compares visual tokens with text; this prompt has no image or video")
+            raise NoVisualTokensError(
+                "sparsity compares visual tokens with text, and this prompt has no image or video; add one"
+            )
         return _Measured(scores.text_rows(request.prompt, max_rows=None))
 
     def prefill(self, view: PrefillView) -> None:
+        """Measure one layer."""
         state, visual, text = view.state, view.prompt.visual, view.prompt.text
         rows, valid = state.rows
         given = view.query, view.keys, rows, valid, view.scaling, view.visible
@@ -154,36 +165,41 @@ class SparsityProbe(Method):
 
 
 def would_evict(sums: Tensor, visual: Tensor, count: Tensor) -> Tensor:
-    """The count[b] visual tokens with the lowest a_j: bool [B, C]; sums [B, C], visual bool [B, C], count [B]."""
+    """Mark the count[b] visual tokens with the lowest a_j: bool [B, C].
+
+    sums: [B, C], a_j. visual: bool [B, C]. count: int64 [B].
+    """
     return keep_top((-sums).masked_fill(~visual, -torch.inf), count)
 
 
 def overlap(evicted: Tensor, own: Tensor) -> list[float | None]:
-    """Share of `evicted` that is in `own` too, both bool [B, C]; None where nothing is evicted."""
+    """Return the share of `evicted` that is also in `own`, both bool [B, C]: [B], None if nothing is evicted."""
     count, both = evicted.sum(-1).tolist(), (evicted & own).sum(-1).tolist()
     return [same / n if n else None for same, n in zip(both, count, strict=True)]
 
 
 def sparsity(model: Any, prompts: Prompts, rules: HAE | None = None, *, progress: Progress | None = None) -> Sparsity:
-    """Reads every prompt once and measures each layer; nothing is dropped and no answer generated.
+    """Run the prefill of every prompt once and measure each layer; nothing is evicted and no answer is generated.
+
+    The rows are all text tokens after the first visual token, as in DAP. The paper does not state what another layer
+    "would evict"; we let every layer evict as many tokens as the first one, those with its lowest a_j.
 
     Args:
-        model: a model that `foveakv.compress` takes.
-        prompts: one or more, each with at least one picture.
-        rules: HAE's settings, which say what the first layer evicts (r, alpha, relative, target_visual_tokens, ...).
+        model: a model that `foveakv.compress` supports.
+        prompts: one or more prompts, each with at least one image or video.
+        rules: settings of HAE, which determine what the first layer evicts (r, alpha, relative, target_visual_tokens,
+            ...).
         progress: called with each label before its run.
 
-    The rows are all text tokens behind the first visual token, as in DAP. Not stated in the paper how "would evict" is
-    meant; we let every layer evict as many as the first one, those with its lowest a_j.
-
     Raises:
-        NoVisualTokensError: a prompt has no picture.
-        MethodError: `rules` without DAP.
+        InputError: the prompts are not single sequences.
+        NoVisualTokensError: a prompt has no image or video.
+        MethodError: `rules` has dap=False.
     """
     check(prompts)
     rules = rules or HAE()
     if not rules.dap:
-        raise MethodError("the first layer's evictions are DAP's; leave dap=False out")
+        raise MethodError("sparsity measures the evictions of DAP; leave dap=False out")
     measured: list[PromptSparsity] = []
     layers: Sequence[int] = ()
     for label, inputs in prompts.items():
@@ -192,7 +208,7 @@ def sparsity(model: Any, prompts: Prompts, rules: HAE | None = None, *, progress
         cache, _ = run(model, inputs, SparsityProbe(rules))
         found, prompt = cache.state, cache.full_prompt
         if not isinstance(found, _Measured) or found.evicted is None:
-            raise MethodError("sparsity: the prompt was not read")
+            raise MethodError("sparsity: the prompt was not processed")
         layers = [layer.layer_idx for layer in cache.compressed]
         per_layer = {key: [layer[key] for layer in found.layers] for key in ("visual", "text", "overlap", "lost")}
         evicted = int(found.evicted.sum())

@@ -1,1 +1,1 @@
-"""Pure functions on tensors: budgets, allocation, prompt maps, columns, patches, attention statistics."""
+"""Pure functions on tensors: budgets, allocation, prompt maps, columns, patches and attention statistics."""

@@ -1,6 +1,6 @@
-"""Slots for every head: HybridKV's top-down allocation, and the sharing out that other methods use too.
+"""Allocation of slots to heads: HybridKV's top-down allocation, and proportional shares, which other methods use too.
 
-Nothing here ever hands out more slots than the total holds.
+The sum of an allocation never exceeds the total.
 """
 
 from __future__ import annotations
@@ -16,29 +16,38 @@ from foveakv.errors import BudgetError
 
 
 def share_out(weights: Tensor, slots: int, low: int, high: int, scores: Tensor | None = None) -> Tensor:
-    """Integers [n] between low and high, in proportion to `weights` [n] (a sum of 1), that sum to exactly `slots`.
+    """Split `slots` into integers [n] between `low` and `high`, in proportion to `weights`; they sum to `slots`.
 
-    Needs n * low <= slots <= n * high. What a share would be above `high` goes to the others. A larger weight never
-    gets less; between equal weights the larger of `scores` [n] goes first, then the earlier one.
+    Requires n * low <= slots <= n * high. Slots above `high` are redistributed to the others. A larger weight never
+    gets fewer slots; for equal weights, the larger of `scores` is served first, then the earlier entry.
+
+    Args:
+        weights: [n], with a sum of 1.
+        slots: total number of slots.
+        low, high: bounds of each share.
+        scores: [n], to order equal weights; None = `weights`.
+
+    Returns:
+        int64 [n].
     """
     scores = weights if scores is None else scores
     n = weights.numel()
     if not n:
         return torch.zeros(0, dtype=torch.int64)
     weights = weights.clamp_min(1e-12)
-    exact = weights * slots
-    if bool((exact < low).any() or (exact > high).any()):
-        # clipped heads hand on what they leave: find the scale at which the clipped shares sum to `slots`
+    shares = weights * slots
+    if bool((shares < low).any() or (shares > high).any()):
+        # Find the scale at which the clipped shares sum to `slots`.
         small, large = 0.0, 2.0 * high / float(weights.min())
         for _ in range(200):
             middle = (small + large) / 2
             too_much = float((weights * middle).clamp(low, high).sum()) > slots
             small, large = (small, middle) if too_much else (middle, large)
-        exact = (weights * small).clamp(low, high)
-    budgets = (exact + 1e-9).floor().to(torch.int64).clamp(low, high)
-    # ceilings for the largest fractions, as many as fit
+        shares = (weights * small).clamp(low, high)
+    budgets = (shares + 1e-9).floor().to(torch.int64).clamp(low, high)
+    # Round up the largest fractions, as many as fit.
     by_score = torch.argsort(scores, descending=True, stable=True)
-    order = by_score[torch.argsort((exact - budgets)[by_score], descending=True, stable=True)].tolist()
+    order = by_score[torch.argsort((shares - budgets)[by_score], descending=True, stable=True)].tolist()
     rest = slots - int(budgets.sum())
     while rest:
         step = 1 if rest > 0 else -1
@@ -50,11 +59,10 @@ def share_out(weights: Tensor, slots: int, low: int, high: int, scores: Tensor |
 
 
 class Allocation(NamedTuple):
-    """What `allocate_heads` hands out.
+    """Result of `allocate_heads`.
 
-    budgets: LongTensor [L, H], slots per head. nominal: what Eq. 4 and 5 name before rounding and trimming.
-    true: the sum of `budgets`, never above the total. static / dynamic: its two parts. minimum: what every head was
-    assured.
+    budgets: int64 [L, H], slots per head. nominal: slots by Eq. 4 and 5 before rounding and trimming. true: the sum of
+    `budgets`, never above the total. static, dynamic: its two parts. minimum: guaranteed slots per head.
     """
 
     budgets: Tensor
@@ -80,24 +88,34 @@ def allocate_heads(
     type_level: bool = True,
     spend_rest: bool = False,
 ) -> Allocation:
-    """Top-down budget allocation of HybridKV (arXiv 2604.05887) for one sequence.
+    """Allocate the budget of one sequence to its heads, top-down as in HybridKV (arXiv 2604.05887).
 
-    scores: [L, H] float, S of Eq. 3. static: [L, H] bool. context: prompt tokens C. total: slots B_total.
-
-    Type level, Eq. 4: the dynamic heads together get B_dyn = ceil(rho * B_total / N * N_dyn), the static ones the rest.
+    Type level, Eq. 4: dynamic heads get B_dyn = ceil(rho * B_total / N * N_dyn) slots in total, static heads the rest.
     Head level, Eq. 5: a static head gets ceil(a * B_stat / N_stat + (1 - a) * B_stat * S / sum of S); dynamic heads
     share B_dyn equally, rounded to a power of two.
 
     Not stated in the paper; we
-    - round the power of two down (`rounding="nearest"` may exceed B_dyn, at the static heads' cost);
-    - keep it at least one chunk (`chunk` slots) where the total allows it;
-    - trim the ceilings so that the sum is never above `total`: the smallest fractions lose first;
-    - cap a head at C and hand the rest on; with one type of head only, that type gets everything;
-    - assure every head of min(min_budget, C) slots. Where the total cannot pay that for all heads, of an equal share
-      total // N instead (a dynamic head then of the power of two below it);
-    - leave what the rounding to powers of two frees unspent (`spend_rest=True` hands it to the static heads);
-    - take a = 0.1 (the paper does not publish it).
-    `type_level=False` gives both types the same mean budget; `head_level=False` shares equally among static heads.
+    - round down to a power of two (`rounding="nearest"` may exceed B_dyn, which reduces the static budget);
+    - allocate at least one chunk (`chunk` slots) to a dynamic head if the total allows it;
+    - trim the ceilings so that the sum never exceeds `total`, the smallest fractions first;
+    - cap a head at C and redistribute the surplus; if all heads have one type, that type gets everything;
+    - guarantee every head min(min_budget, C) slots. If the total does not suffice for all heads, they are guaranteed an
+      equal share total // N (dynamic heads the power of two below it);
+    - leave slots freed by rounding to powers of two unused (`spend_rest=True` gives them to static heads);
+    - use a = 0.1 (the paper does not publish it).
+
+    Args:
+        scores: float [L, H], S of Eq. 3.
+        static: bool [L, H].
+        context: prompt tokens C.
+        total: slots B_total.
+        rho, a: as in Eq. 4 and 5.
+        min_budget, chunk, rounding, spend_rest: see above.
+        head_level: False splits the static budget equally among static heads.
+        type_level: False gives both types the same mean budget.
+
+    Raises:
+        BudgetError: an argument is invalid, or the total is below one slot per head.
     """
     _check_allocation(scores, static, context, total, rho, a, min_budget, chunk, rounding)
     is_static = static.flatten().cpu()
@@ -109,7 +127,7 @@ def allocate_heads(
     affordable = heads * wanted <= total
     minimum = wanted if affordable else total // heads
 
-    # Eq. 4, between what the types must get at least and can hold at most
+    # Eq. 4, clipped to the least that each type must get and the most that it can hold
     share = Fraction(repr(float(rho))) if type_level else Fraction(1)
     b_dynamic = math.ceil(share * total * n_dynamic / heads)
     b_dynamic = max(b_dynamic, n_dynamic * minimum, total - n_static * context)
@@ -149,13 +167,13 @@ def _check_allocation(
     if not bool(torch.isfinite(scores).all()) or bool((scores < 0).any()):
         raise BudgetError("head scores must be finite and not negative")
     if context < 1:
-        raise BudgetError("an empty prompt has nothing to allot")
+        raise BudgetError("the prompt is empty: there is nothing to allocate")
     if total < scores.numel():
         raise BudgetError(f"{total} slots for {scores.numel()} heads: every head needs at least one; raise the budget")
     if not 0 <= rho < math.inf:
         raise BudgetError(f"rho must be 0 or more, got {rho}")
     if not 0 <= a <= 1:
-        raise BudgetError(f"a must lie between 0 and 1, got {a}")
+        raise BudgetError(f"a must be between 0 and 1, got {a}")
     if min_budget < 1 or chunk < 1:
         raise BudgetError(f"min_budget ({min_budget}) and chunk ({chunk}) must be at least 1")
     if rounding not in ("down", "nearest"):
@@ -173,7 +191,7 @@ def _dynamic_budget(
     chunk: int,
     rounding: str,
 ) -> int:
-    """Slots of each dynamic head: a power of two, or C where that is the cap, or the minimum where no power fits."""
+    """Return the slots of each dynamic head: a power of two, or C if capped, or the minimum if no power fits."""
     if not n_dynamic:
         return 0
 
@@ -200,7 +218,7 @@ def _power_at_least(n: int) -> int:
 
 
 def _static_weights(scores: Tensor, a: float) -> Tensor:
-    """Eq. 5 as shares of B_stat, [N_stat] float64; equal shares where all scores are 0."""
+    """Return Eq. 5 as shares of B_stat, float64 [N_stat]; equal shares if all scores are 0."""
     if not scores.numel():
         return scores
     uniform = torch.full_like(scores, 1 / scores.numel())

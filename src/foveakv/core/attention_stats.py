@@ -1,13 +1,14 @@
-"""Attention statistics of a few query rows, without a C x C tensor.
+"""Attention statistics of selected query rows, without a C x C tensor.
 
 Shapes: B sequences, H KV heads, G query heads per KV head, Hq = H * G, C columns, D head dim, n query rows.
 `query` [B, Hq, C, D] and `keys` [B, H, C, D] are the dense tensors of one layer's prefill, after RoPE; query head i
-reads KV head i // G. `rows` [B, n] int64 names the query rows by column, `valid` [B, n] bool says which of them count.
-`visible(rows)` returns bool [B, 1, n, C], True where a row may attend to a column; None is plain causal attention
-(column j is visible to row i iff j <= i). A row that is not valid, or that sees nothing, counts as if it were absent.
+reads KV head i // G. `rows` int64 [B, n] are the columns of the query rows, `valid` bool [B, n] says which of them
+count. `visible(rows)` returns bool [B, 1, n, C], True where a row may attend to a column; None is plain causal
+attention (column j is visible to row i iff j <= i). Rows that are not valid, or that see no column, are ignored.
 
-The work goes in tiles of rows and heads whose probabilities stay under `tile_bytes`, over the columns that the rows of
-the tile can see. Results are float32, or float64 for float64 inputs; lower precisions are widened tile by tile.
+Work is split into tiles of rows and heads whose probabilities take at most `tile_bytes`, over the columns that the rows
+of the tile can see. Results are float32, or float64 for float64 inputs; lower precisions are converted tile by tile.
+All functions raise `InputError` if the shapes of their inputs do not match.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ from foveakv.core.prompt import PromptMap
 from foveakv.errors import InputError
 
 Visible = Callable[[Tensor], Tensor]
+"""Returns the attention mask of some query rows: columns int64 [B, n] -> bool [B, 1, n, C]."""
 
-_CPU_TILE = 8 * 2**20  # about a core's share of the last-level cache: softmax then runs on cached data
+_CPU_TILE = 8 * 2**20  # about one core's share of the last-level cache, so that softmax runs on cached data
 _DEVICE_TILE = 64 * 2**20
 
 P = ParamSpec("P")
@@ -33,9 +35,10 @@ R = TypeVar("R")
 
 
 class HeadMeanStats(NamedTuple):
-    """Of A[i, j], the attention of row i to column j averaged over all query heads.
+    """Statistics of A[i, j], the attention of row i to column j averaged over all query heads.
 
-    sums, maxima, variance: [B, C] over the rows that count (variance with divisor n). counts: [B] int64, those rows.
+    sums, maxima, variance: [B, C] over the rows that count (variance with divisor n). counts: int64 [B], the number of
+    these rows.
     """
 
     sums: Tensor
@@ -44,8 +47,8 @@ class HeadMeanStats(NamedTuple):
     counts: Tensor
 
 
-def _exact(function: Callable[P, R]) -> Callable[P, R]:
-    """Run without autograd and without autocast."""
+def _full_precision(function: Callable[P, R]) -> Callable[P, R]:
+    """Run a function without autograd and autocast."""
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -57,7 +60,7 @@ def _exact(function: Callable[P, R]) -> Callable[P, R]:
     return wrapped
 
 
-@_exact
+@_full_precision
 def attention_rows(
     query: Tensor,
     keys: Tensor,
@@ -68,9 +71,9 @@ def attention_rows(
     *,
     tile_bytes: int | None = None,
 ) -> Tensor:
-    """Attention probabilities of the rows themselves: [B, H, G, n, C]; rows that do not count are 0.
+    """Compute the attention probabilities of the rows: [B, H, G, n, C]; rows that do not count are 0.
 
-    The only function here whose result grows with n x C: for a handful of rows.
+    The result grows with n x C, unlike that of all other functions here; use it for few rows.
     """
     job = _Job.of(query, keys, rows, valid, scaling, visible, tile_bytes)
     out = job.zeros(job.batch, job.heads, job.group, rows.shape[1], job.columns)
@@ -80,7 +83,7 @@ def attention_rows(
     return out
 
 
-@_exact
+@_full_precision
 def column_sums(
     query: Tensor,
     keys: Tensor,
@@ -91,11 +94,11 @@ def column_sums(
     *,
     tile_bytes: int | None = None,
 ) -> Tensor:
-    """Attention that each column receives, summed over the rows and the query group: [B, H, C]."""
+    """Compute the attention that each column receives, summed over the rows and the query group: [B, H, C]."""
     return _column_sums(_Job.of(query, keys, rows, valid, scaling, visible, tile_bytes))[0]
 
 
-@_exact
+@_full_precision
 def window_scores(
     query: Tensor,
     keys: Tensor,
@@ -106,10 +109,17 @@ def window_scores(
     *,
     tile_bytes: int | None = None,
 ) -> Tensor:
-    """Mean attention from the last `window` real rows of each sequence, over rows and query group: [B, H, C].
+    """Compute the mean attention from the last `window` real rows of each sequence, over rows and query group.
 
-    real: [B, C] bool, False for padding on either side; None = no padding. This is the score s of HybridKV's static
-    heads (arXiv 2604.05887, App. A) and of SnapKV (arXiv 2404.14469).
+    This is the score s of HybridKV's static heads (arXiv 2604.05887, App. A) and of SnapKV (arXiv 2404.14469).
+
+    Args:
+        query, keys, scaling, visible, tile_bytes: see the module.
+        window: number of rows, at least 1.
+        real: bool [B, C], False for padding on either side; None = no padding.
+
+    Returns:
+        [B, H, C].
     """
     if real is None:
         real = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
@@ -119,7 +129,7 @@ def window_scores(
     return sums / (counts.clamp_min(1) * job.group)[:, None, None]
 
 
-@_exact
+@_full_precision
 def head_mean_stats(
     query: Tensor,
     keys: Tensor,
@@ -130,11 +140,11 @@ def head_mean_stats(
     *,
     tile_bytes: int | None = None,
 ) -> HeadMeanStats:
-    """Sum, maximum and variance over rows of the head-mean attention to each column.
+    """Compute the sum, maximum and variance over rows of the head-mean attention to each column.
 
     With the text rows of layer 0 these are a_j (HAE, arXiv 2602.02197, Eq. 1-2) and m_j (Eq. 3). The mean over heads
-    and the variance over rows are not stated in the paper; we take them because the thresholds only make sense for a
-    mean. A row that cannot see a column counts there with 0.
+    and the variance over rows are not stated in the paper; we use them because the thresholds are meaningful for a mean
+    only. A row that cannot see a column counts there as 0.
     """
     job = _Job.of(query, keys, rows, valid, scaling, visible, tile_bytes)
     counts = torch.zeros(job.batch, dtype=torch.float64, device=keys.device)
@@ -147,7 +157,7 @@ def head_mean_stats(
             share[b] += probs.sum((1, 2))
         share /= job.heads * job.group
         maxima[:, tile.columns] = torch.maximum(maxima[:, tile.columns], share.amax(1))
-        # merge the tile into the running mean and sum of squared deviations (Chan et al. 1983)
+        # Merge the tile into the running mean and sum of squared deviations (Chan et al. 1983).
         fresh = tile.counted.sum(1).to(torch.float64)
         total = (counts + fresh).clamp_min(1)
         tile_mean, tile_squares = torch.zeros_like(mean), torch.zeros_like(squares)
@@ -164,7 +174,7 @@ def head_mean_stats(
     return HeadMeanStats(sums.to(job.dtype), maxima, variance.to(job.dtype), counts.to(torch.int64))
 
 
-@_exact
+@_full_precision
 def topk_attention(
     query: Tensor,
     keys: Tensor,
@@ -176,10 +186,13 @@ def topk_attention(
     *,
     tile_bytes: int | None = None,
 ) -> Tensor:
-    """Mean over rows of the k largest probabilities' sum: [B, H], between 0 and 1 (HybridKV, Eq. 3).
+    """Compute the mean over rows of the sum of the k largest probabilities: [B, H], between 0 and 1 (HybridKV, Eq. 3).
 
-    k: one number, or one for each sequence. A KV head's score is the mean over its query heads (not stated in the
-    paper; ours). A sequence without rows that count scores 0.
+    k: one number, or one for each sequence. The score of a KV head is the mean over its query heads (not stated in the
+    paper). A sequence without rows that count scores 0.
+
+    Raises:
+        InputError: k is below 1, or the shapes do not match.
     """
     job = _Job.of(query, keys, rows, valid, scaling, visible, tile_bytes)
     if isinstance(k, Tensor):
@@ -197,7 +210,7 @@ def topk_attention(
     return attention_sum / (counts.clamp_min(1) * job.group)[:, None]
 
 
-@_exact
+@_full_precision
 def sparsity(
     query: Tensor,
     keys: Tensor,
@@ -210,10 +223,10 @@ def sparsity(
     threshold: float = 1e-4,
     tile_bytes: int | None = None,
 ) -> Tensor:
-    """Share of probabilities <= `threshold` within sets of columns: [len(columns), B], 0 where a set is never seen.
+    """Compute the share of probabilities <= `threshold` in sets of columns: [len(columns), B], 0 for sets never seen.
 
-    columns: bool [B, C] each, for example (prompt.visual, prompt.text). The threshold is HAE's. Not stated in the
-    paper; we count only pairs that the mask lets see each other, since hidden pairs are 0 by construction.
+    columns: bool [B, C] each, for example (prompt.visual, prompt.text). The default threshold is HAE's. Not stated in
+    the paper; we count unmasked pairs only, since masked pairs are 0 by construction.
     """
     job = _Job.of(query, keys, rows, valid, scaling, visible, tile_bytes)
     small, seen = torch.zeros(2, job.batch, job.columns, dtype=torch.float64, device=keys.device)
@@ -221,18 +234,21 @@ def sparsity(
         pairs = tile.seen & tile.counted[..., None]
         total = pairs.sum(1)
         seen[:, tile.columns] += total * (job.heads * job.group)
-        hidden = pairs.shape[1] - total
+        masked = pairs.shape[1] - total
         for b, _, probs in tile.parts():
-            low = (probs <= threshold).sum((1, 2, 3))  # hidden pairs and rows that do not count are 0: take them off
-            small[b, tile.columns] += low - hidden[b] * (probs.shape[1] * job.group)
+            low = (probs <= threshold).sum((1, 2, 3))  # includes masked pairs and rows that do not count, which are 0
+            small[b, tile.columns] += low - masked[b] * (probs.shape[1] * job.group)
     sets = torch.stack([c.to(torch.float64) for c in columns])
     return ((sets * small).sum(-1) / (sets * seen).sum(-1).clamp_min(1)).to(job.dtype)
 
 
 def last_rows(real: Tensor, window: int) -> tuple[Tensor, Tensor]:
-    """The last `window` real columns of each sequence, ascending: rows [B, n] int64, valid [B, n] bool.
+    """Return the last `window` real columns of each sequence, ascending: rows int64 [B, n], valid bool [B, n].
 
-    real: [B, C] bool; padding may stand on either side.
+    real: bool [B, C]; padding may be on either side.
+
+    Raises:
+        InputError: the window is below 1.
     """
     if window < 1:
         raise InputError(f"a window needs at least one row, got {window}")
@@ -242,11 +258,16 @@ def last_rows(real: Tensor, window: int) -> tuple[Tensor, Tensor]:
 
 
 def text_rows(prompt: PromptMap, after_first_visual: bool = True, max_rows: int | None = 64) -> tuple[Tensor, Tensor]:
-    """The text rows to score with: rows [B, n] int64 ascending, valid [B, n] bool.
+    """Select the text rows used for scoring: rows int64 [B, n], ascending, valid bool [B, n].
 
-    after_first_visual: only text that can see visual tokens; a sequence that has none of it uses all its text. Not
-    stated in the papers; an early row sees few columns, which would inflate HybridKV's Eq. 3.
-    max_rows: take at most so many, of which a quarter are the last ones and the others evenly spaced; None = all.
+    Args:
+        prompt: the map of the prompt.
+        after_first_visual: use only text that can see visual tokens; a sequence without such text uses all its text.
+            Not stated in the papers; an early row sees few columns, which would inflate HybridKV's Eq. 3.
+        max_rows: the most rows, of which a quarter are the last ones and the others evenly spaced; None = all.
+
+    Raises:
+        InputError: `max_rows` is below 1.
     """
     if max_rows is not None and max_rows < 1:
         raise InputError(f"max_rows must be at least 1 or None, got {max_rows}")
@@ -274,11 +295,11 @@ def _spread(columns: Tensor, limit: int | None) -> Tensor:
 
 
 def _largest(values: Tensor, k: int) -> Tensor:
-    """The k largest of the last dim, in no order. May reorder `values`."""
+    """Return the k largest values of the last dim, unordered. May reorder `values` in place."""
     if k >= values.shape[-1]:
         return values
     if values.device.type == "cpu":
-        values.numpy().partition(-k, axis=-1)  # in place, five times as fast as topk
+        values.numpy().partition(-k, axis=-1)  # in place, much faster than topk
         return values[..., -k:]
     return values.topk(k, sorted=False).values
 
@@ -295,7 +316,7 @@ def _column_sums(job: _Job) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class _Job:
-    """One pass over the rows: the inputs, and how they are cut."""
+    """The inputs of one pass over the rows, and how they are tiled."""
 
     query: Tensor
     keys: Tensor
@@ -350,7 +371,7 @@ class _Job:
         return torch.zeros(shape, dtype=self.dtype, device=self.keys.device)
 
     def tiles(self) -> Iterator[_Tile]:
-        """Tiles of rows. A tile is as many rows as one KV head affords: keys are read once per tile and head."""
+        """Yield tiles of rows, sized for one KV head so that keys are read once per tile and head."""
         n = self.rows.shape[1]
         row_bytes = self.columns * self.dtype.itemsize
         step = max(1, min(n, self.tile_bytes // max(1, row_bytes * max(self.group, self.batch))))
@@ -368,7 +389,7 @@ class _Job:
             yield tile
 
     def _tile(self, span: slice) -> _Tile | None:
-        """The tile without its buffer; None when no row of it counts. Rows that do not count copy another row."""
+        """Make a tile without its buffer; None if no row of it counts. Rows that do not count copy another row."""
         rows, valid = self.rows[:, span], self.valid[:, span]
         if not bool(valid.any()):
             return None
@@ -387,15 +408,15 @@ class _Job:
                 return None
             columns = slice(int(reached[0]), int(reached[-1]) + 1)
             seen = seen[..., columns]
-        # outside this range every row that counts sees every column
-        hidden = (~seen & counted[..., None]).flatten(0, 1).any(0).nonzero()
-        masked = slice(int(hidden[0]), int(hidden[-1]) + 1) if len(hidden) else None
+        # Outside this range every row that counts sees every column.
+        unseen = (~seen & counted[..., None]).flatten(0, 1).any(0).nonzero()
+        masked = slice(int(unseen[0]), int(unseen[-1]) + 1) if len(unseen) else None
         return _Tile(self, span, columns, rows, counted, seen, masked, bool(counted.all()))
 
 
 @dataclass
 class _Tile:
-    """Some rows over the columns that they can see."""
+    """A tile of rows over the columns that they can see."""
 
     job: _Job
     rows: slice
@@ -403,12 +424,12 @@ class _Tile:
     index: Tensor  # [B, t] the rows' columns
     counted: Tensor  # [B, t] bool
     seen: Tensor  # [B, t, columns] bool
-    masked: slice | None  # within `columns`: where anything is hidden
+    masked: slice | None  # the part of `columns` where anything is masked
     all_counted: bool
     buffer: Tensor | None = None
 
     def parts(self) -> Iterator[tuple[slice, slice, Tensor]]:
-        """(sequences, KV heads, probabilities [b, h, G, t, columns]); the probabilities live until the next part."""
+        """Yield sequences, KV heads and probabilities [b, h, G, t, columns], which the next part overwrites."""
         job = self.job
         count, width = self.index.shape[1], self.columns.stop - self.columns.start
         query = self._queries()
@@ -424,7 +445,7 @@ class _Tile:
                 yield *at, self._probabilities(query[at], job.keys[(*at, self.columns)], at[0])
 
     def _queries(self) -> Tensor:
-        """[B, H, G * t, D], scaled, in the dtype of the result; rows that do not count are 0."""
+        """Return the scaled queries [B, H, G * t, D] in the dtype of the result; rows that do not count are 0."""
         job = self.job
         batch, count = self.index.shape
         dim = job.query.shape[-1]
@@ -439,7 +460,7 @@ class _Tile:
         b, h, count, _ = query.shape
         width = keys.shape[2]
         if self.buffer is None:
-            raise RuntimeError("a tile needs its buffer before its parts are read")
+            raise RuntimeError("the tile has no buffer; iterate over `_Job.tiles`")
         logits = self.buffer[: b * h * count * width].view(b, h, count, width)
         if b == 1:
             _products(query[0], keys[0], logits[0], job.tile_bytes)
@@ -447,8 +468,8 @@ class _Tile:
             _products(query, keys, logits, job.tile_bytes)
         logits = logits.view(b, h, job.group, self.index.shape[1], width)
         if self.masked is not None:
-            hidden = ~self.seen[sequences, None, None, :, self.masked]
-            logits[..., self.masked].masked_fill_(hidden, torch.finfo(job.dtype).min)
+            unseen = ~self.seen[sequences, None, None, :, self.masked]
+            logits[..., self.masked].masked_fill_(unseen, torch.finfo(job.dtype).min)
         probs = torch.softmax(logits, -1, out=logits) if logits.device.type == "cpu" else torch.softmax(logits, -1)
         if not self.all_counted:
             probs.mul_(self.counted[sequences, None, None, :, None])
@@ -456,7 +477,7 @@ class _Tile:
 
 
 def _products(query: Tensor, keys: Tensor, out: Tensor, limit: int) -> None:
-    """out[...] = query @ keys^T in the dtype of `out`; keys of another dtype are widened a few columns at a time."""
+    """Compute out[...] = query @ keys^T in the dtype of `out`, converting keys of another dtype blockwise."""
     if keys.dtype == out.dtype:
         torch.matmul(query, keys.mT, out=out)
         return

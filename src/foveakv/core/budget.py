@@ -1,6 +1,6 @@
-"""Budgets: what users write (0.1, 1024, "10%", "512MiB"), and how many tokens or slots that is.
+"""Budgets as users write them (0.1, 1024, "10%", "512MiB"), and their conversion to tokens and slots.
 
-A slot is one (layer, KV head, token) pair. Nothing here ever hands out more slots than the budget holds.
+A slot is one (layer, KV head, token) triple. Conversions never exceed the budget.
 """
 
 from __future__ import annotations
@@ -36,8 +36,12 @@ _HOW = 'write a share (0.1 or "10%"), tokens per head (1024) or bytes for the wh
 class Geometry:
     """The sizes of one cache.
 
-    contexts: prompt tokens of each sequence, padding not counted. layers: layers that store a cache.
-    itemsize: bytes of one stored number.
+    batch: number of sequences. contexts: prompt tokens of each sequence, without padding. layers: number of layers that
+    store a cache. kv_heads: KV heads per layer. head_dim, value_dim: dimensions of keys and of values. itemsize: bytes
+    of one stored number.
+
+    Raises:
+        BudgetError: `contexts` does not have one length per sequence.
     """
 
     batch: int
@@ -57,7 +61,7 @@ class Geometry:
 
     @property
     def heads(self) -> int:
-        """KV heads of all layers together: slots that one token takes."""
+        """KV heads over all layers, which is the number of slots per token."""
         return self.layers * self.kv_heads
 
     @property
@@ -73,10 +77,10 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Budget:
-    """How much of the prompt's cache may stay. Made by `parse_budget`.
+    """How much of the prompt's cache to keep; created by `parse_budget`.
 
     kind: "ratio" (share of each prompt), "tokens" (per head and sequence) or "bytes" (whole cache: all sequences,
-    layers and heads, keys and values). value: exact. text: as the user wrote it.
+    layers and heads, keys and values). value: the share or number, without rounding. text: as the user wrote it.
     """
 
     kind: Literal["ratio", "tokens", "bytes"]
@@ -92,14 +96,16 @@ class Budget:
 
     @property
     def full(self) -> bool:
-        """True when the budget keeps every prompt token whatever its length."""
+        """Whether the budget keeps every token of a prompt of any length."""
         return self.kind == "ratio" and self.value == 1
 
     def tokens(self, geometry: Geometry) -> Tensor:
-        """Tokens per head for each sequence: LongTensor [B], rounded down, at least 1 and at most the prompt.
+        """Return the tokens per head for each sequence: int64 [B], rounded down, at least 1 and at most the prompt.
 
-        A budget in bytes gives every sequence the same share of its prompt. It raises BudgetError when one token per
-        head does not fit.
+        A budget in bytes keeps the same share of every prompt.
+
+        Raises:
+            BudgetError: the bytes do not hold one token per head.
         """
         contexts = [int(c) for c in geometry.contexts]
         if self.kind == "bytes":
@@ -111,10 +117,10 @@ class Budget:
         return torch.tensor([_clip(n, c) for n, c in zip(counts, contexts, strict=True)], dtype=torch.int64)
 
     def steady(self, geometry: Geometry) -> Tensor:
-        """Tokens per head that a method which evicts while decoding settles at: LongTensor [B], at least 1.
+        """Return the steady tokens per head of a method that evicts while decoding: int64 [B], at least 1.
 
-        Unlike `tokens` it may exceed the prompt: tokens are taken as they are, and bytes that the prompts leave over
-        are shared equally. A ratio is one of the prompt.
+        Unlike `tokens`, the result may exceed the prompt: a number of tokens is not clipped, and bytes that the prompts
+        do not need are shared equally. A ratio is a share of the prompt.
         """
         if self.kind == "tokens":
             return torch.full((geometry.batch,), min(int(self.value), 2**62), dtype=torch.int64)
@@ -127,10 +133,10 @@ class Budget:
         return tokens.clamp_min(1)
 
     def slots(self, geometry: Geometry) -> Tensor:
-        """Slots over all layers and heads for each sequence: LongTensor [B].
+        """Return the slots over all layers and heads for each sequence: int64 [B].
 
-        A share is taken of all slots and rounded once, so a method that allots slots across heads loses less to
-        rounding than with `tokens`.
+        A ratio is applied to all slots and rounded once, so that a method that allocates slots across heads loses less
+        to rounding than with `tokens`.
         """
         if self.kind != "ratio":
             return self.tokens(geometry) * geometry.heads
@@ -142,9 +148,12 @@ class Budget:
 
 
 def parse_budget(x: float | int | str | Budget) -> Budget:
-    """Read a budget: 0.1 or "10%" (share of the prompt), 1024 (tokens per head), "512MiB" or "1.5GB" (whole cache).
+    """Parse a budget: 0.1 or "10%" (share of the prompt), 1024 (tokens per head), "512MiB" or "1.5GB" (whole cache).
 
-    An integer always means tokens: 1 is one token per head, 1.0 is everything.
+    An integer always means tokens: 1 is one token per head, 1.0 is the whole prompt.
+
+    Raises:
+        BudgetError: the value cannot be parsed, is not positive, or is a share above 100%.
     """
     if isinstance(x, Budget):
         return x
@@ -158,7 +167,10 @@ def parse_budget(x: float | int | str | Budget) -> Budget:
 
 
 def digest_bytes(kind: Literal["model", "bf16", "int8"], dim: int, itemsize: int) -> tuple[int, int]:
-    """Bytes of one mean as a digest, and of what a head's digests need once; `itemsize` is the model's dtype's."""
+    """Return the bytes of one chunk's mean as a digest, and the fixed bytes per head (the scales of int8).
+
+    kind: how digests are stored. dim: dimension of keys. itemsize: bytes of one number in the model's dtype.
+    """
     if kind == "int8":
         return dim, 4 * dim
     return dim * (2 if kind == "bf16" else itemsize), 0
@@ -167,8 +179,8 @@ def digest_bytes(kind: Literal["model", "bf16", "int8"], dim: int, itemsize: int
 def _exact(x: Real) -> Fraction:
     value = float(x)
     if not math.isfinite(value):
-        raise BudgetError(f"budget {x} is not a number that can be kept to; {_HOW}")
-    return Fraction(repr(value))  # 0.29 is 29/100, not the binary number just below it
+        raise BudgetError(f"budget {x} is not a finite number; {_HOW}")
+    return Fraction(repr(value))  # 0.29 is 29/100, not its binary approximation
 
 
 def _ratio(value: Fraction, text: str) -> Budget:
@@ -222,6 +234,6 @@ def _tokens_from_bytes(size: int, contexts: list[int], geometry: Geometry, text:
             f"{occupied * geometry.token_bytes} bytes"
         )
     counts = [_clip(room * c // sum(contexts), c) for c in contexts]
-    while sum(counts) > room:  # short sequences were raised to one token: the longest gives way
+    while sum(counts) > room:  # short sequences were raised to one token; reduce the longest
         counts[counts.index(max(counts))] -= 1
     return counts

@@ -1,4 +1,4 @@
-"""Sums over a prompt's columns, and their order where padding stands between or before real ones."""
+"""Order and counts of prompt columns, with padding before, between or after real columns."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from torch import Tensor
 
 
 def real_first(real: Tensor) -> Tensor:
-    """Columns with the marked ones first, both parts in order: bool [..., C] -> int64 [..., C].
+    """Return the columns with the real ones first, both parts in order: bool [..., C] -> int64 [..., C].
 
-    A run that holds all real columns of a prompt holds them in this order.
+    All real columns of a prompt are stored in this order.
     """
     return (~real).to(torch.int8).argsort(dim=-1, stable=True)
 
 
 def from_end(real: Tensor) -> Tensor:
-    """How many real entries there are from each one to the end, 1 for the last; C + 1 where not real. [..., C] both."""
+    """Count the real entries from each real one to the end: 1 for the last, C + 1 if not real. [..., C] -> [..., C]."""
     return real.flip(-1).cumsum(-1).flip(-1).masked_fill(~real, real.shape[-1] + 1)
 
 
 def newest(real: Tensor, counts: Tensor) -> Tensor:
-    """The last counts[b] real columns of each sequence: real bool [B, C], counts int64 [B] -> bool [B, C]."""
+    """Mark the last counts[b] real columns of each sequence: real bool [B, C], counts int64 [B] -> bool [B, C]."""
     return real & (from_end(real) <= counts[:, None])
 
 
 def held_share(positions: Iterable[Tensor], columns: int) -> tuple[Tensor, int]:
-    """For every prompt column the share of heads that hold it, float32 [C], and how many heads there are.
+    """Return for every prompt column the share of heads that store it, float32 [C], and the number of heads.
 
-    positions: integers [heads, M] each; -1, and what lies behind the prompt, counts for no column.
+    positions: integers [heads, M] each; -1 and positions after the prompt are ignored.
     """
     counts, heads = torch.zeros(columns + 1), 0
     for held in positions:
@@ -40,7 +40,7 @@ def held_share(positions: Iterable[Tensor], columns: int) -> tuple[Tensor, int]:
 
 
 def in_order(positions: Tensor) -> Tensor:
-    """Positions [B, H, M] of slots in any order -> ascending in each head, -1 (no token) at the end."""
+    """Sort positions [B, H, M] in ascending order in each head, with -1 (no token) at the end."""
     return (
         torch.where(positions < 0, torch.iinfo(positions.dtype).max, positions)
         .sort(dim=-1)

@@ -1,4 +1,4 @@
-"""Which prompt columns are a picture, and which of its patches each one is."""
+"""Mapping from prompt columns to images and their patches."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def image_columns(prompt: PromptMap, images: Sequence[Image], sequence: int = 0) -> list[Tensor]:
-    """The prompt columns of every image, in order.
+    """Return the prompt columns of every image, in order.
 
-    Images that the prompt map cannot tell apart, or that it knows in pieces, share the image columns evenly.
+    If the prompt map cannot distinguish the images, or has them in pieces, the image columns are split evenly.
 
     Raises:
-        InputError: the image columns cannot be shared out among these images.
+        InputError: the image columns cannot be assigned to the images.
     """
     columns = torch.nonzero(prompt.kinds[sequence] == IMAGE).flatten()
     numbers = prompt.index[sequence][columns]
@@ -30,19 +30,21 @@ def image_columns(prompt: PromptMap, images: Sequence[Image], sequence: int = 0)
     if len(known) == count:
         return [columns[numbers == number] for number in known]
     if count == 0 or len(columns) % count:
-        raise InputError(f"{len(columns)} image tokens do not divide among {count} images; give pictures of one size")
+        raise InputError(
+            f"{len(columns)} image tokens do not divide among {count} images; give images of the same size"
+        )
     if len(known) > count and len({image.size for image in images}) > 1:
         raise InputError(
-            f"the model breaks up its images: the prompt holds {len(known)} pieces of {count} images of different "
-            "sizes, and which belong together cannot be told; give pictures of one size"
+            f"the model splits images into pieces: the prompt has {len(known)} pieces of {count} images of different "
+            "sizes, and it cannot be determined which belong together; give images of the same size"
         )
     return list(columns.chunk(count))
 
 
 def patch_grid(tokens: int, size: tuple[int, int]) -> tuple[int, int] | None:
-    """Rows and columns of an image's tokens: those with the picture's shape, else a square; None where neither fits.
+    """Return the rows and columns of an image's tokens: a grid of its shape, else a square; None if neither fits.
 
-    size: the picture's (width, height).
+    size: (width, height) of the image.
     """
     width, height = size
     fits = [(tokens // columns, columns) for columns in range(1, tokens + 1) if tokens % columns == 0]

@@ -1,7 +1,7 @@
-"""Which columns of a prompt are text, image, video, audio or padding.
+"""Map of the prompt columns that are text, image, video, audio or padding.
 
-A PromptMap is made once from the model's inputs and then travels with the cache. Columns are counted as in
-`input_ids`, padding included. Markers such as `<|vision_start|>` are text: the model embeds them as text.
+A `PromptMap` is created once from the model's inputs and stored with the cache. Columns are counted as in `input_ids`,
+padding included. Markers such as `<|vision_start|>` are text, since the model embeds them as text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from foveakv.errors import InputError
 
 TEXT, IMAGE, VIDEO, AUDIO, PAD = 0, 1, 2, 3, -1
 
-# Gemma3's processor calls its modality ids `token_type_ids`. PaliGemma's tensor of that name means prefix / suffix.
+# Gemma3's processor names its modality ids `token_type_ids`. In PaliGemma, this name means prefix / suffix.
 _TOKEN_TYPES_ARE_MODALITIES = ("gemma3", "shieldgemma2", "t5gemma2")
 
 
@@ -26,7 +26,7 @@ _TOKEN_TYPES_ARE_MODALITIES = ("gemma3", "shieldgemma2", "t5gemma2")
 class Span:
     """Columns [start, end) of one contiguous visual run.
 
-    `kind` is IMAGE or VIDEO; `index` numbers the images (or the videos) of the sequence from 0.
+    kind: IMAGE or VIDEO. index: number of the image (or video) in its sequence, from 0.
     """
 
     kind: int
@@ -36,16 +36,21 @@ class Span:
 
     @property
     def length(self) -> int:
+        """Number of columns."""
         return self.end - self.start
 
 
 @dataclass(frozen=True, eq=False)
 class PromptMap:
-    """What every column of a batch of prompts is.
+    """Map of the columns of a batch of prompts.
 
-    kinds: [B, C] int8, one of TEXT, IMAGE, VIDEO, AUDIO, PAD.
-    index: [B, C] int32, the number of the image or video that a visual column belongs to, -1 elsewhere. Left out,
-        every contiguous run of one kind counts as one image or one video.
+    Args:
+        kinds: int8 [B, C], one of TEXT, IMAGE, VIDEO, AUDIO, PAD.
+        index: int32 [B, C], the number of the image or video that a visual column belongs to, -1 elsewhere. If omitted,
+            every contiguous run of one kind is one image or one video.
+
+    Raises:
+        InputError: the shapes are invalid.
     """
 
     kinds: Tensor
@@ -64,47 +69,50 @@ class PromptMap:
 
     @property
     def batch(self) -> int:
+        """Number of sequences, B."""
         return self.kinds.shape[0]
 
     @property
     def columns(self) -> int:
+        """Number of columns, C, padding included."""
         return self.kinds.shape[1]
 
     @cached_property
     def real(self) -> Tensor:
-        """[B, C] bool: not padding."""
+        """Columns that are not padding: bool [B, C]."""
         return self.kinds != PAD
 
     @cached_property
     def text(self) -> Tensor:
-        """[B, C] bool: text, markers included."""
+        """Text columns, markers included: bool [B, C]."""
         return self.kinds == TEXT
 
     @cached_property
     def visual(self) -> Tensor:
-        """[B, C] bool: image or video."""
+        """Image and video columns: bool [B, C]."""
         return (self.kinds == IMAGE) | (self.kinds == VIDEO)
 
     @cached_property
     def lengths(self) -> Tensor:
-        """[B] int64: real tokens of each sequence."""
+        """Real tokens of each sequence: int64 [B]."""
         return self.real.sum(1)
 
     @cached_property
     def first_visual(self) -> Tensor:
-        """[B] int64: column of the first visual token, C where a sequence has none."""
+        """Column of the first visual token, C if a sequence has none: int64 [B]."""
         columns = torch.arange(self.columns, device=self.kinds.device)
         return torch.where(self.visual, columns, self.columns).amin(1) if self.columns else self.lengths
 
     @cached_property
     def has_visual(self) -> bool:
-        """True when any sequence holds a visual token."""
+        """Whether any sequence has visual tokens."""
         return bool(self.visual.any())
 
     def spans(self, b: int) -> list[Span]:
-        """Contiguous visual runs of sequence `b`, from left to right.
+        """Return the contiguous visual runs of sequence `b`, from left to right.
 
-        An image whose tokens are broken up by markers (Pixtral's rows, the tiles of Idefics3) has one span per piece.
+        An image whose tokens are separated by markers (the rows of Pixtral, the tiles of Idefics3) has one span per
+        piece.
         """
         return self._spans[b]
 
@@ -114,7 +122,7 @@ class PromptMap:
         return [list(_runs(kinds, index)) for kinds, index in rows]
 
     def take(self, index: Tensor, valid: Tensor | None = None) -> PromptMap:
-        """Gather columns: index [B, n] int64; where `valid` [B, n] is False the column becomes PAD."""
+        """Gather columns: index int64 [B, n]. Columns become PAD where `valid`, bool [B, n], is False."""
         kinds, numbers = self.kinds.gather(1, index), self.index.gather(1, index)
         if valid is not None:
             kinds, numbers = (
@@ -124,20 +132,23 @@ class PromptMap:
         return PromptMap(kinds, numbers)
 
     def select(self, index: Tensor) -> PromptMap:
-        """Gather sequences: index [B'] int64."""
+        """Gather sequences: index int64 [B']."""
         return PromptMap(self.kinds[index], self.index[index])
 
     def expand(self, beams: int) -> PromptMap:
-        """Repeat each sequence `beams` times, in the order in which `generate` expands its inputs."""
+        """Repeat each sequence `beams` times, in the order of the inputs that `generate` expands."""
         return PromptMap(
             self.kinds.repeat_interleave(beams, 0),
             self.index.repeat_interleave(beams, 0),
         )
 
     def concat(self, other: PromptMap) -> PromptMap:
-        """The columns of `other` after these: a later turn, or the next chunk of one prompt.
+        """Append the columns of `other`, a later turn or the next chunk of a prompt.
 
-        Image numbers go on counting. A run that touches the seam from both sides is one image cut by the chunks.
+        Image numbers continue. Runs of the same kind on both sides of the boundary are one image split by the chunks.
+
+        Raises:
+            InputError: the numbers of sequences differ.
         """
         if other.batch != self.batch:
             raise InputError(f"cannot join prompts of {self.batch} and {other.batch} sequences")
@@ -152,17 +163,18 @@ class PromptMap:
         return PromptMap(torch.cat([self.kinds, other.kinds], 1), torch.cat([self.index, numbers], 1))
 
     def append(self, count: int, real: Tensor | None = None) -> PromptMap:
-        """`count` more text columns (decoded tokens); `real` [B, count] bool marks padding with False."""
+        """Append `count` text columns (decoded tokens); real: bool [B, count], False for padding."""
         kinds = self.kinds.new_full((self.batch, count), TEXT)
         if real is not None:
             kinds = kinds.masked_fill(~real, PAD)
         return self.concat(PromptMap(kinds))
 
     def crop(self, columns: int) -> PromptMap:
-        """The first `columns` columns."""
+        """Return the first `columns` columns."""
         return PromptMap(self.kinds[:, :columns], self.index[:, :columns])
 
     def to(self, device: torch.device | str) -> PromptMap:
+        """Move the map to a device."""
         return PromptMap(self.kinds.to(device), self.index.to(device))
 
     @classmethod
@@ -176,16 +188,20 @@ class PromptMap:
         *,
         image_lengths: Sequence[Sequence[int]] | None = None,
     ) -> PromptMap:
-        """Read the map off the model's inputs.
+        """Create the map from the model's inputs.
 
-        config: the model's configuration; names the placeholder ids. None or a text model: everything is text.
-        input_ids: [B, C] int. attention_mask: [B, >= C], 0 = padding; of a longer mask (a later turn) the last C
-            columns count.
-        mm_token_type_ids: [B, C], 0 text, 1 image, 2 video, 3 audio. Takes precedence over the ids, save that
-            markers which some processors count as image (row breaks, image start and end) stay text.
-        token_type_ids: [B, C]; read as modalities for the Gemma3 family only.
-        image_lengths: for each sequence, the number of placeholder tokens of each of its images, in order. Tells apart
-            images that touch, and joins the pieces of an image that markers break up.
+        Args:
+            config: the model's configuration, with the placeholder ids. With None or a text model, everything is text.
+            input_ids: integers [B, C].
+            attention_mask: [B, >= C], 0 = padding; the last C columns of a longer mask (a later turn) are used.
+            mm_token_type_ids: [B, C], 0 text, 1 image, 2 video, 3 audio. Takes precedence over the placeholder ids,
+                except that markers which some processors count as image (row breaks, image start and end) are text.
+            token_type_ids: [B, C]; used as modalities for the Gemma3 family only.
+            image_lengths: for each sequence, the number of placeholder tokens of each of its images, in order. Needed
+                to distinguish adjacent images, and to join the pieces of an image that markers separate.
+
+        Raises:
+            InputError: shapes or values of the inputs do not match.
         """
         _check_shape("input_ids", input_ids, None)
         kinds = _kinds_from_ids(config, input_ids)
@@ -202,7 +218,7 @@ class PromptMap:
 
 
 def placeholder_ids(config: Any) -> dict[int, set[int]]:
-    """Placeholder token ids that `config` (or one of its parts) names, by kind."""
+    """Return the placeholder token ids in `config` (or one of its parts), by kind."""
     found: dict[int, set[int]] = {IMAGE: set(), VIDEO: set(), AUDIO: set()}
     for part in _parts(config):
         for kind, name in ((IMAGE, "image"), (VIDEO, "video"), (AUDIO, "audio")):
@@ -211,7 +227,7 @@ def placeholder_ids(config: Any) -> dict[int, set[int]]:
                 if isinstance(value, int) and not isinstance(value, bool):
                     found[kind].add(value)
         if any(found.values()) and part is config:
-            break  # the top level names them: parts may hold unrelated defaults
+            break  # the sub-configurations may have unrelated defaults
     return found
 
 
@@ -233,14 +249,14 @@ def _kinds_from_ids(config: Any, input_ids: Tensor) -> Tensor:
         getattr(config, "video_start_token_id", None),
         getattr(config, "video_end_token_id", None),
     )
-    if isinstance(start, int) and isinstance(end, int):  # GLM-4V writes the frames of a video as image tokens
+    if isinstance(start, int) and isinstance(end, int):  # GLM-4V uses image tokens for the frames of a video
         inside = (input_ids == start).cumsum(1) > (input_ids == end).cumsum(1)
         kinds = kinds.masked_fill(inside & (kinds == IMAGE), VIDEO)
     return kinds
 
 
 def _apply_modalities(kinds: Tensor, modalities: Tensor) -> Tensor:
-    """Modalities decide; a non-placeholder marked as visual is a marker, hence text, if the ids are known at all."""
+    """Apply modality ids. If placeholder ids are known, other tokens marked as visual are markers and stay text."""
     modalities = modalities.to(torch.int8)
     if bool(((modalities < TEXT) | (modalities > AUDIO)).any()):
         raise InputError("mm_token_type_ids must be 0 (text), 1 (image), 2 (video) or 3 (audio)")
@@ -266,7 +282,7 @@ def _check_shape(name: str, tensor: Tensor, like: Tensor | None) -> None:
 
 
 def _number_runs(kinds: Tensor) -> Tensor:
-    """[B, C] int32: for visual columns, the number of the run among the runs of its kind; -1 elsewhere."""
+    """Return the number of every visual column's run among the runs of its kind, -1 elsewhere: int32 [B, C]."""
     index = torch.full_like(kinds, -1, dtype=torch.int32)
     before = torch.nn.functional.pad(kinds, (1, 0), value=PAD)[:, :-1]
     for kind in (IMAGE, VIDEO):

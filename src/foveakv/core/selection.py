@@ -1,4 +1,4 @@
-"""Choosing the best of each row."""
+"""Selection of the highest scores per row."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 def keep_top(scores: Tensor, count: Tensor) -> Tensor:
-    """Marks the `count` highest scores of each row.
+    """Mark the `count` highest scores of each row.
 
     Args:
         scores: [..., C]; excluded columns hold -inf and are never marked.
-        count: integer tensor that broadcasts to `scores.shape[:-1]`.
+        count: integer tensor, broadcastable to `scores.shape[:-1]`.
 
     Returns:
         bool [..., C] with exactly min(count, finite scores) marks per row; ties go to the lower column.

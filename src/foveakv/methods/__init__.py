@@ -1,4 +1,4 @@
-"""Compression methods: one file each, the views that they get, and a registry."""
+"""Compression methods (one file each), the views they receive, and the registry."""
 
 from foveakv.core.selection import keep_top
 from foveakv.methods.base import Method

@@ -1,4 +1,4 @@
-"""AdaKV: SnapKV's scores, with a layer's budget shared out among its heads (Feng et al., arXiv 2407.11550, Alg. 1)."""
+"""AdaKV: SnapKV scores with adaptive budgets per head (Feng et al., arXiv 2407.11550, Alg. 1)."""
 
 from __future__ import annotations
 
@@ -16,9 +16,15 @@ from foveakv.methods.views import Decision, PrefillView
 
 @dataclass
 class AdaKV(SnapKV):
-    """Per layer: the best slots of all its heads together, so that heads with spread attention keep more.
+    """Select the best slots over all heads of a layer, so that heads with dispersed attention keep more.
 
-    Every head keeps the window and at least `floor` of an equal share. Scores are smoothed by a max pool.
+    Every head keeps the window and at least `floor` of an equal share of the layer's budget. Scores are smoothed by max
+    pooling.
+
+    Args:
+        budget, window, window_share: as in `SnapKV`.
+        kernel: neighbouring tokens to pool over, odd.
+        floor: share of an equal split of the budget that every head gets, between 0 and 1.
     """
 
     kernel: int = 7
@@ -28,16 +34,17 @@ class AdaKV(SnapKV):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        share(self.name, "floor", self.floor, meaning="the part of an equal division that every head gets")
+        share(self.name, "floor", self.floor, meaning="the share of an equal split that every head gets")
 
     def prefill(self, view: PrefillView) -> Decision:
+        """Keep the window, each head's own best slots up to its floor, and the best slots of the layer."""
         size = view.budget_tokens(self.budget)
         window, score = self.window_and_scores(view, size)
-        score = score.masked_fill(window[:, None], 0.0)  # the window stays anyway: its scores must not lift neighbours
+        score = score.masked_fill(window[:, None], 0.0)  # pooling must not spread the window's scores
         score = F.max_pool1d(score, self.kernel, stride=1, padding=self.kernel // 2)
         score = score.masked_fill((window | ~view.prompt.real)[:, None], -torch.inf)
         each = size - window.sum(-1)
         own = keep_top(score, (each * self.floor).long()[:, None])
-        rest = score.masked_fill(own, torch.inf)  # a head's own share is always among the layer's best
+        rest = score.masked_fill(own, torch.inf)  # selected in any case
         best = keep_top(rest.flatten(1), each * score.shape[1]).view_as(score)
         return Decision(keep=best | window[:, None])

@@ -1,7 +1,7 @@
 """The base class of all methods.
 
-A method is a data class of settings and holds no state: what it remembers of a request is a `State` that it makes in
-`begin` and finds in every view, so one object serves any number of requests.
+A method is a dataclass of settings and is stateless. Per-request data is in a `State` that the method creates in
+`begin` and receives with every view, so one object can serve any number of requests.
 """
 
 from __future__ import annotations
@@ -29,81 +29,91 @@ from foveakv.methods.views import (
 
 @dataclass
 class Method:
-    """Override `prefill`, and the others only where the method acts there.
+    """Base class of compression methods. Override `prefill`, and the other hooks only where they are needed.
 
-    Rules that hold for every method: padding is never kept, tokens keep their positions, and evictions take effect
+    Three rules hold for every method: padding is never kept, tokens keep their positions, and evictions take effect
     after the current step.
     """
 
     name: ClassVar[str] = ""
     visual_only: ClassVar[bool] = False
-    """Evicts visual tokens only, so that a prompt without any is an error."""
+    """Whether the method evicts visual tokens only. A prompt without visual tokens then raises an error."""
 
     @property
     def granularity(self) -> Granularity:
-        """Which slots may differ; an engine that cannot store that refuses the method."""
+        """How finely the stored tokens may differ; engines that cannot store this refuse the method."""
         return "head"
 
     @property
     def observes(self) -> Observes:
-        """What the method reads beyond keys and values."""
+        """What the method reads in addition to keys and values."""
         return Observes()
 
     @property
     def decides(self) -> tuple[When, ...]:
-        """When the method acts. A method without "decode" never evicts while decoding, so its cache can be cropped."""
+        """The hooks that make decisions. Without "decode" nothing is evicted while decoding, so crops are supported."""
         return ("prefill",)
 
     @property
     def evicts_while_decoding(self) -> bool:
-        """Whether `decode` may evict; such a cache cannot be cropped (no assisted decoding)."""
+        """Whether `decode` may evict. Such a cache cannot be cropped, which rules out assisted decoding."""
         return "decode" in self.decides
 
     @property
     def retrieves(self) -> bool:
-        """Whether steps read chunks of a store."""
+        """Whether decode steps read offloaded chunks."""
         return "read" in self.decides
 
     @property
     def merges(self) -> bool:
-        """Whether decisions replace keys and values, so that what is stored is not what the model computed."""
+        """Whether decisions replace keys and values, so that stored slots differ from what the model computed."""
         return False
 
     @property
     def prunes_after(self) -> int | None:
-        """Index among the compressed layers after which tokens may leave the residual stream; None = they never do."""
+        """Index among the compressed layers after which tokens are pruned from the residual stream; None = never."""
         return None
 
     def needs_queries(self, compressed_idx: int) -> bool:
-        """Whether `prefill` of this layer reads query rows before the last chunk of a chunked prefill."""
+        """Whether `prefill` of this layer reads query rows from all chunks of a chunked prefill, not only the last."""
         return self.observes.queries != "none"
 
     def begin(self, request: PromptView) -> State | None:
-        """Called once per prompt, before layer 0: validates settings against it and returns the request's state."""
+        """Validate the settings against the prompt and return the state of the request.
+
+        Called once per prompt, before layer 0.
+        """
         return None
 
     def prefill(self, view: PrefillView) -> Decision | None:
-        """Called for each layer when it has read the prompt; None keeps everything."""
+        """Decide what one layer keeps. Called for each layer at the end of its prefill; None keeps everything."""
         return None
 
     def after_prefill(self, view: PromptEndView) -> list[Decision] | None:
-        """Called once per prompt, after the last layer's `prefill`: one decision per compressed layer, or None."""
+        """Decide for all layers at once. Called once per prompt, after the last layer's `prefill`.
+
+        Returns:
+            One decision per compressed layer, or None to keep everything.
+        """
         return None
 
     def read(self, view: ReadView) -> Tensor:
-        """Relevance of every offloaded chunk to a step's queries, [n, P]: the highest are read."""
+        """Score every offloaded chunk for the queries of a decode step: [n, P]. The highest-scored chunks are read."""
         return view.chunks.relevance(view.query, view.scaling)
 
     def decode(self, view: DecodeView) -> Decision | None:
-        """Called after each decode step's attention if the method evicts there or observes steps; None keeps all."""
+        """Decide what one layer evicts. Called after the attention of a decode step; None keeps everything.
+
+        Called only if the method evicts while decoding or observes steps or attention sums.
+        """
         return None
 
     def results(self, view: ResultView) -> Results:
-        """What the method did to this request beyond the counts that every report has."""
+        """Return what the method did to this request, in addition to the counts that every report has."""
         return Results()
 
     def describe(self) -> dict[str, Any]:
-        """Settings as plain values, for reports and result files."""
+        """Return the settings as plain values, for reports and result files."""
         return {"method": self.name, **{f.name: _plain(getattr(self, f.name)) for f in fields(self) if f.init}}
 
 

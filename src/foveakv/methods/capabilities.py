@@ -1,4 +1,4 @@
-"""What an engine can carry out, and why it refuses a method."""
+"""Capabilities of an engine, and the reasons for which it refuses a method."""
 
 from __future__ import annotations
 
@@ -18,11 +18,17 @@ _STORES = {
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an engine, or a mode of one, can do for a method.
+    """What an engine, or one of its modes, supports.
 
-    engine: its name in messages. granularity: the finest it can store. The others: whether it evicts while decoding,
-    reads chunks of a store, gives attention sums while decoding, runs a second pass over the prompt, stores replaced
-    keys and values, and takes tokens out of the residual stream.
+    Args:
+        engine: name used in messages.
+        granularity: the finest granularity that it can store.
+        decode_eviction: evicts slots while decoding.
+        retrieval: reads offloaded chunks in decode steps.
+        attention_sum: returns the attention sum of every slot while decoding.
+        second_pass: runs a second pass over the prompt.
+        merging: stores keys and values that a method replaced.
+        token_pruning: prunes tokens from the residual stream.
     """
 
     engine: str
@@ -35,7 +41,7 @@ class Capabilities:
     token_pruning: bool = True
 
     def refusal(self, method: Method) -> str | None:
-        """Why this engine cannot carry out the method; None when it can."""
+        """Return why this engine cannot run the method; None if it can."""
         if _ORDER.index(method.granularity) > _ORDER.index(self.granularity):
             return f"it stores {_STORES[method.granularity]}, and {self.engine} stores {_STORES[self.granularity]}"
         lacks = {
@@ -46,13 +52,17 @@ class Capabilities:
             ),
             "needs a second pass over the prompt": method.observes.second_pass and not self.second_pass,
             "replaces keys and values": method.merges and not self.merging,
-            "takes tokens out of the residual stream": method.prunes_after is not None and not self.token_pruning,
+            "prunes tokens from the residual stream": method.prunes_after is not None and not self.token_pruning,
         }
         found = [what for what, lacking in lacks.items() if lacking]
         return f"it {found[0]}, which {self.engine} cannot do" if found else None
 
     def check(self, method: Method, advice: str = "") -> None:
-        """Raises `MethodError` with the reason, and `advice`, where `refusal` gives one."""
+        """Check that this engine can run the method.
+
+        Raises:
+            MethodError: it cannot; the message has the reason from `refusal`, followed by `advice`.
+        """
         reason = self.refusal(method)
         if reason is not None:
             raise MethodError(f"{method.name} is not supported here: {reason}{f'; {advice}' if advice else ''}")

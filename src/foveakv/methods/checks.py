@@ -1,4 +1,4 @@
-"""Checks of option values. Every error names the method and the option, what it may be, and what was given."""
+"""Checks of option values. Every error names the method, the option, the allowed values and the value given."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from foveakv.errors import MethodError
 
 
 def whole_number(name: str, option: str, value: Any, least: int, meaning: str = "") -> None:
-    """Raises `MethodError` unless `value` is a whole number (no bool, no float) of at least `least`.
+    """Raise `MethodError` unless `value` is an integer (bool and float are rejected) of at least `least`.
 
-    name: the method's; option: the argument's; meaning: what the number stands for, added to the message.
+    Args:
+        name: name of the method.
+        option: name of the option.
+        value: the value to check.
+        least: lowest allowed value.
+        meaning: what the number stands for; added to the message.
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise MethodError(_message(name, option, value, f"a whole number, at least {least}", meaning))
@@ -21,7 +26,7 @@ def whole_number(name: str, option: str, value: Any, least: int, meaning: str = 
 def number(
     name: str, option: str, value: Any, least: float = -math.inf, most: float = math.inf, meaning: str = ""
 ) -> None:
-    """Raises `MethodError` unless `value` is a finite number (no bool) from `least` to `most`."""
+    """Raise `MethodError` unless `value` is a finite number (bool is rejected) from `least` to `most`."""
     if _real(value) and least <= value <= most:
         return
     if math.isfinite(least) and math.isfinite(most):
@@ -34,21 +39,21 @@ def number(
 
 
 def share(name: str, option: str, value: Any, *, above_zero: bool = False, meaning: str = "") -> None:
-    """Raises `MethodError` unless `value` is a number in [0, 1], or in (0, 1] with `above_zero`."""
+    """Raise `MethodError` unless `value` is a number in [0, 1], or in (0, 1] with `above_zero`."""
     if not _real(value) or not 0 <= value <= 1 or (above_zero and value == 0):
         expected = "a number in (0, 1]" if above_zero else "a number between 0 and 1"
         raise MethodError(_message(name, option, value, expected, meaning))
 
 
 def choice(name: str, option: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Raises `MethodError` unless `value` is one of `choices`."""
+    """Raise `MethodError` unless `value` is one of `choices`."""
     if not isinstance(value, str) or value not in choices:
         *others, last = (repr(choice) for choice in choices)
         raise MethodError(_message(name, option, value, f"one of {', '.join(others)} or {last}" if others else last))
 
 
 def flag(name: str, option: str, value: Any) -> None:
-    """Raises `MethodError` unless `value` is True or False."""
+    """Raise `MethodError` unless `value` is True or False."""
     if not isinstance(value, bool):
         raise MethodError(_message(name, option, value, "True or False"))
 

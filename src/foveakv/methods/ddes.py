@@ -1,9 +1,11 @@
-"""Eviction while decoding with a recycle bin: HAE's DDES (arXiv 2602.02197), and H2O as a bin of one token.
+"""Decode eviction with a recycle bin: DDES of HAE (arXiv 2602.02197), and H2O as a bin of one token.
 
-Notation: B sequences, H KV heads, M the longest run, C prompt columns, l the steady size, D the bin's capacity.
+Notation: B sequences, H KV heads, M most slots that a head stores, C prompt columns, l the steady size, D the capacity
+of the bin.
 
-Every stored slot carries its cumulative attention, Eq. 5: the sum of the attention it got from every query since it
-entered. Slots beyond l are marked, one per step, and stay stored and attended to; when D are marked, D leave at once.
+Every stored slot has a score, its cumulative attention (Eq. 5): the sum of the attention it received from every query
+since it was added. Slots beyond l are marked, one per step, and are still stored and attended to. When D slots are
+marked, D slots are evicted at once.
 """
 
 from __future__ import annotations
@@ -19,18 +21,18 @@ from foveakv.errors import MethodError
 from foveakv.methods import checks
 from foveakv.methods.views import Decision, DecodeView, Evict, Field, State
 
-# Per-slot fields: cumulative attention, in the bin or not, steps among the most attended, steps since entry.
+# Per-slot fields: cumulative attention, in the bin or not, steps among the most attended, steps since it was added.
 SCORE, MARKED, USES, AGE = "score", "marked", "uses", "age"
-MOST_ATTENDED = 0.1  # share of the slots that counts as "used" in a step; not stated in the paper
+MOST_ATTENDED = 0.1  # share of the slots that count as "used" in a step; not stated in the paper
 
 
 @dataclass
 class BinLayer(State):
-    """One layer's bin. All int64 [B] on the CPU, where the lengths are that decoding compares them with.
+    """Recycle bin of one layer.
 
-    steady: l in tokens per head. recent: newest tokens that are never candidates. marked: tokens in the bin.
-    since: tokens seen before slots were moved for the first time. last_sink [B, H, 1], newest [B, H, n]: positions, see
-    `RecycleBin._look_up_protected`.
+    steady: l, tokens per head. recent: newest tokens that are never candidates. marked: tokens in the bin. All three
+    int64 [B] on the CPU, like the lengths that they are compared with. since: tokens seen when slots were first moved.
+    last_sink [B, H, 1], newest [B, H, n]: positions, see `RecycleBin._look_up_protected`.
     """
 
     steady: Tensor
@@ -39,24 +41,27 @@ class BinLayer(State):
     since: int | None = None
     last_sink: Tensor | None = None
     newest: Tensor | None = None
-    skipped: int = 0  # first entries of `newest` that no sequence has
+    skipped: int = 0  # leading entries of `newest` that are omitted because no sequence has them
 
 
 @dataclass
 class BinState(State):
-    """The bins of all layers, and what happened: the most tokens that a head stored, slots evicted while decoding."""
+    """Recycle bins of all layers.
+
+    peak: the most tokens that a head stored. evicted_decode: slots evicted while decoding.
+    """
 
     layers: list[BinLayer] = field(default_factory=list)
     peak: int = 0
     evicted_decode: int = 0
 
     def add_layer(self, steady: Tensor, recent: Tensor) -> None:
-        """The next layer's bin, empty; steady, recent int64 [B]."""
+        """Add an empty bin for the next layer; steady, recent: int64 [B]."""
         sizes = steady.cpu().clone(), recent.cpu().clone()
         self.layers.append(BinLayer(*sizes, torch.zeros_like(sizes[0])))
 
     def figures(self) -> dict[str, object]:
-        """Plain values for reports; nothing before a layer was read."""
+        """Return plain values for reports; empty before the first layer has been added."""
         if not self.layers:
             return {}
         steady = self.layers[0].steady.tolist()
@@ -65,13 +70,16 @@ class BinState(State):
 
 @dataclass(frozen=True)
 class RecycleBin:
-    """The rules. What they act on is a `BinState`, and one value per slot in fields of the stored slots.
+    """Eviction rules of a recycle bin. They act on a `BinState` and on per-slot fields of the stored slots.
 
-    size: D. mode: "rerank" ranks all candidates at the flush (Eq. 4), "mark" flushes what was marked (Fig. 1).
-    restore: in mode "mark", a marked token leaves the bin when its score is above the lowest unmarked one's.
-    score: "attention" (Eq. 5) or "frequency+importance", the mean of two ranks with weight `frequency_weight`.
-    per_head: every KV head ranks for itself; otherwise scores are summed over heads, and all heads drop the same.
-    sink: the number of oldest tokens that are never candidates.
+    Args:
+        size: D.
+        mode: "rerank" ranks all candidates at the flush (Eq. 4); "mark" flushes the marked tokens (Fig. 1).
+        restore: in mode "mark", a marked token is restored when its score is above that of the lowest unmarked one.
+        score: "attention" (Eq. 5) or "frequency+importance", the mean of two ranks with weight `frequency_weight`.
+        frequency_weight: weight of the frequency rank, between 0 and 1.
+        per_head: rank tokens per KV head; False sums scores over heads, so that all heads evict the same tokens.
+        sink: number of oldest tokens that are never candidates.
     """
 
     size: int = 1
@@ -83,21 +91,24 @@ class RecycleBin:
     sink: int = 0
 
     def validate(self, name: str) -> None:
+        """Raise `MethodError` unless all settings are valid. name: name of the method, for messages."""
         checks.whole_number(name, "recycle_bin_size", self.size, 1, "1 evicts in every step")
         checks.choice(name, "mode", self.mode, ("rerank", "mark"))
         checks.flag(name, "restore", self.restore)
         checks.choice(name, "score", self.score, ("attention", "frequency+importance"))
         checks.share(name, "frequency_weight", self.frequency_weight)
         checks.flag(name, "per_head_scores", self.per_head)
-        checks.whole_number(name, "sink", self.sink, 0, "oldest tokens that always stay")
+        checks.whole_number(name, "sink", self.sink, 0, "oldest tokens that are always kept")
 
-    # ---- the prompt
+    # ---- prefill
 
     def shrink(self, sums: Tensor, keep: Tensor, steady: Tensor, recent: Tensor) -> Tensor:
-        """Brings a prompt down to the steady size by its prefill scores.
+        """Select the columns of a prompt to keep, at most the steady size, by their prefill scores.
 
         Args:
-            sums: [B, H, C], see `prompt_scores`; keep: bool [B, H, C], what may stay; steady, recent: LongTensor [B].
+            sums: [B, H, C], see `prompt_scores`.
+            keep: bool [B, H, C], columns that may be kept.
+            steady, recent: int64 [B].
 
         Returns:
             bool [B, H, C], a subset of `keep` with at most `steady[b]` columns per head.
@@ -110,7 +121,7 @@ class RecycleBin:
         return keep_top(rank, steady.to(keep.device)[:, None])
 
     def fields(self, sums: Tensor) -> dict[str, Field]:
-        """The values that slots start with; sums [B, H, C], see `prompt_scores`."""
+        """Return the initial values of the per-slot fields; sums: [B, H, C], see `prompt_scores`."""
         found = {SCORE: Field(sums, sums.dtype)}
         if self.size > 1:
             found[MARKED] = Field(dtype=torch.bool)
@@ -121,21 +132,24 @@ class RecycleBin:
     # ---- decoding
 
     def step(self, view: DecodeView, state: BinState) -> Decision | None:
-        """Adds this step's attention, Eq. 5, marks what is over the steady size, flushes a full bin.
+        """Add the attention of this step (Eq. 5), mark slots over the steady size, and flush a full bin.
 
-        After it, every sequence stores l <= tokens < l + D (fewer than l only until it has grown to l). A step of q
-        tokens flushes floor((tokens - l) / D) * D at once.
+        Afterwards every sequence stores l <= tokens < l + D (fewer than l only until it has grown to l). A step of q
+        tokens flushes floor((tokens - l) / D) * D tokens at once.
 
         Returns:
-            The evictions: single slots where the bin holds one token, so that every step evicts; a mask of the slots to
-            keep when a bin is flushed; None otherwise.
+            The evictions: single slots if D = 1, where every step evicts; a mask of the slots to keep when a bin is
+            flushed; otherwise None.
+
+        Raises:
+            MethodError: the view has no attention sum.
         """
         slots, layer, attention_sum = view.slots, state.layers[view.compressed_idx], view.attention_sum
         if attention_sum is None:
-            raise MethodError("a recycle bin needs the attention of each step: observe attention_sum")
+            raise MethodError("a recycle bin needs the attention of each step: set attention_sum=True in `observes`")
         if self.size == 1 and layer.since is None:
             self._look_up_protected(view, layer)
-        # Every head of a layer stores equally many.
+        # All heads of a layer store the same number of tokens.
         sizes = zip(slots.sequence_lengths, layer.steady.tolist(), strict=True)
         over = [max(0, length - steady) for length, steady in sizes]
         evict = [count // self.size * self.size for count in over]
@@ -161,7 +175,7 @@ class RecycleBin:
         return None
 
     def _one_each(self, layer: BinLayer, over: list[int], evict: list[int]) -> bool:
-        """Whether at most one token of a sequence is to be found in this step, by scores alone: the common case."""
+        """Whether this step selects at most one token per sequence, by scores alone (the common case)."""
         if self.score != "attention" or not any(over):
             return False
         if self.size == 1:
@@ -171,9 +185,10 @@ class RecycleBin:
     def _add_and_find(
         self, view: DecodeView, layer: BinLayer, attention_sum: Tensor, over: list[int], evict: list[int]
     ) -> Tensor | None:
-        """The step's addition and the search (and with a bin the mark) in one pass: int64 [B, H or 1, 1] or None.
+        """Add the attention of the step and find (if D > 1, mark) the lowest slot in one pass: int64 [B, H or 1, 1].
 
-        The same as `Slots.add` with `_lowest` or `_mark`. Sums over 16 heads or more may differ in their last bit.
+        Equivalent to `Slots.add` and `_lowest` or `_mark`; sums over 16 or more heads may differ in the last bit. None
+        if the fused pass is not available.
         """
         slots = view.slots
         groups = slots.heads if self.per_head else 1
@@ -194,7 +209,7 @@ class RecycleBin:
         return found
 
     def _positions_between(self, view: DecodeView, layer: BinLayer, groups: int) -> tuple[list[int], list[int]]:
-        """Positions of the candidates, [B * groups] each: from the first on, below the second."""
+        """Return the range of candidate positions, lower bound (inclusive) and upper bound: [B * groups] each."""
         batch = view.slots.batch
         first = [0] * (batch * groups)
         if layer.last_sink is not None:
@@ -206,7 +221,7 @@ class RecycleBin:
         return first, [end] * (batch * groups)
 
     def _mark(self, view: DecodeView, layer: BinLayer, over: list[int]) -> None:
-        """Puts the lowest of the others into the bin until `over` [B] tokens are in it."""
+        """Mark the lowest unmarked tokens until `over` [B] tokens are in the bin."""
         new = [count - marked for count, marked in zip(over, layer.marked.tolist(), strict=True)]
         if any(new):
             order = self._order(view, layer)
@@ -215,9 +230,9 @@ class RecycleBin:
         layer.marked = torch.tensor(over)
 
     def _flush(self, view: DecodeView, layer: BinLayer, over: list[int], evict: list[int], flushes: int) -> Decision:
-        """Empties the bin of `evict` [B] tokens, or of the lowest of all."""
+        """Evict `evict` [B] tokens: the marked ones, or those with the lowest scores of all candidates."""
         slots, restored_slots = view.slots, 0
-        order = -self._order(view, layer)  # the highest goes first
+        order = -self._order(view, layer)  # the highest is evicted first
         marked = slots.field(MARKED)[:, : order.shape[1]]
         new = [count - was for count, was in zip(over, layer.marked.tolist(), strict=True)]
         marked = marked | _first(order.masked_fill(marked, -torch.inf), new)
@@ -226,8 +241,8 @@ class RecycleBin:
             victims = _first(order.masked_fill(~marked, -torch.inf), evict)
             marked = marked & ~victims
         else:
-            # A marked token above the lowest unmarked one gives its place in the bin to it, until none is: what then
-            # leaves is the lowest of all, so "mark" with restore=True and "rerank" drop the same tokens.
+            # Marked tokens that score above the lowest unmarked one swap places with it. Flushed tokens are then the
+            # lowest of all candidates, so "mark" with restore=True and "rerank" evict the same tokens.
             victims = _first(order, evict)
             again = _first(order.masked_fill(victims, -torch.inf), left)
             flushing = torch.tensor([count > 0 for count in evict], device=order.device)[:, None, None]
@@ -239,9 +254,9 @@ class RecycleBin:
         return Decision(keep=~victims.expand(-1, slots.heads, -1), restored=restored_slots, flushes=flushes)
 
     def _order(self, view: DecodeView, layer: BinLayer, positions: Tensor | None = None) -> Tensor:
-        """What tokens are ranked by, [B, H or 1, M], to be read only; the lowest goes first, and those with inf never.
+        """Return the ranking values [B, H or 1, M], read-only: the lowest is evicted first, inf never.
 
-        positions [B, H, M] where slots may lie in any order; without, they lie in the order of tokens.
+        positions: [B, H, M] if slots may be stored in any order; None if they are stored in the order of tokens.
         """
         order = self._values(view)
         slots = view.slots
@@ -262,10 +277,11 @@ class RecycleBin:
         return order if barred is None else order.masked_fill(barred, torch.inf)
 
     def _look_up_protected(self, view: DecodeView, layer: BinLayer) -> None:
-        """Before slots are moved for the first time: which tokens are sinks, and which are the newest.
+        """Record the positions of sink tokens and newest tokens before slots are moved for the first time.
 
-        From then on both go by position. The newest ones are those from `seen` - `recent` on, except where the prompt's
-        last tokens are not consecutive; then their positions are remembered until as many tokens were decoded.
+        From then on both are identified by position. The newest tokens are those from position `seen` - `recent` on,
+        except if the last stored prompt tokens are not consecutive; their positions are then recorded until `recent`
+        tokens have been decoded.
         """
         slots, device = view.slots, view.slots.device
         positions, lengths = slots.positions(), slots.lengths[:, 0]
@@ -273,11 +289,11 @@ class RecycleBin:
         if self.sink:
             at = positions[..., : self.sink]
             last = at[..., -1:] if at.shape[-1] == self.sink else at.new_zeros(*at.shape[:2], 1)
-            missing = (self.sink - lengths).to(device, positions.dtype)[:, None, None]  # sinks that are still to come
+            missing = (self.sink - lengths).to(device, positions.dtype)[:, None, None]  # sinks that are not decoded yet
             layer.last_sink = torch.where(missing > 0, view.seen + missing - 1, last)
         most = int(layer.recent.max())
         if most:
-            # A sequence that stores fewer than `recent` tokens protects all of them: no entries for missing ones.
+            # A sequence with fewer than `recent` stored tokens protects all of them.
             layer.skipped = max(0, int((layer.recent - lengths).min()))
             recent = layer.recent.to(device)[:, None, None]
             number = torch.arange(layer.skipped, most, device=device)
@@ -289,7 +305,7 @@ class RecycleBin:
                 layer.newest = newest
 
     def _first_recent(self, view: DecodeView, layer: BinLayer, recent: list[int]) -> Tensor | int:
-        """The lowest position that is protected as recent: one for all, or [B, H or 1, 1]."""
+        """Return the lowest position that is protected as recent: one for all sequences, or [B, H or 1, 1]."""
         device, newest = view.slots.device, layer.newest
         if newest is None:
             first = [view.seen - count for count in recent]
@@ -305,7 +321,7 @@ class RecycleBin:
         return torch.where(passed < decoded, remembered, view.seen - decoded)
 
     def _count_uses(self, view: DecodeView, attention_sum: Tensor) -> None:
-        """One more step for every slot, one more use for the most attended tenth (equals of its last one included)."""
+        """Increment the age of every slot and the uses of the most attended tenth (ties at its end included)."""
         slots = view.slots
         pooled = attention_sum if self.per_head else attention_sum.sum(1, keepdim=True)
         tenth = (slots.lengths[:, : pooled.shape[1]] * MOST_ATTENDED).ceil().to(torch.long)
@@ -315,7 +331,7 @@ class RecycleBin:
         slots.set_field(AGE, slots.field(AGE) + 1)
 
     def _values(self, view: DecodeView) -> Tensor:
-        """Cumulative attention, or the mean of two ranks: [B, H or 1, M], to be read only."""
+        """Return the cumulative attention, or the mean of two ranks: [B, H or 1, M], read-only."""
         score = view.slots.field(SCORE)
         value = score if self.per_head else score.sum(1, keepdim=True)
         if self.score == "attention":
@@ -328,16 +344,16 @@ class RecycleBin:
 
 
 def _rank(values: Tensor, valid: Tensor) -> Tensor:
-    """How many stored slots have a lower value: [B, H, M] in the values' dtype; equal values get equal ranks."""
+    """Return the number of stored slots with a lower value: [B, H, M] in the values' dtype; ties get equal ranks."""
     values = values.masked_fill(~valid, torch.inf)
     ordered = values.sort(dim=-1).values
     return torch.searchsorted(ordered, values.contiguous()).to(values.dtype)
 
 
 def _lowest(order: Tensor, counts: list[int], ages: Tensor | None = None) -> Tensor:
-    """The slots with the lowest values of order [B, H, M]: int64 [B, H, n], n = max(counts), the lowest first.
+    """Return the slots with the lowest values of order [B, H, M]: int64 [B, H, n], n = max(counts), lowest first.
 
-    Equal values: lower `ages` [B, at least H, M] first (positions, where slots lie in any order), else lower slots.
+    Ties go to lower `ages` [B, at least H, M] (positions, if slots are stored in any order), else to lower slots.
     """
     most = max(counts)
     if ages is None:
@@ -351,21 +367,24 @@ def _lowest(order: Tensor, counts: list[int], ages: Tensor | None = None) -> Ten
 
 
 def _first(order: Tensor, counts: list[int]) -> Tensor:
-    """Marks the counts[b] highest of order [B, H, M] in each run; ties go to the lower slot; -inf is never marked."""
+    """Mark the counts[b] highest values per head of order [B, H, M]; ties go to lower slots, -inf is never marked."""
     if max(counts) <= 0:
         return torch.zeros_like(order, dtype=torch.bool)
     wanted = torch.tensor(counts, device=order.device)[:, None]
     if max(counts) > 1:
         return keep_top(order, wanted)
-    top, where = order.max(dim=-1, keepdim=True)  # no sorting for one
+    top, where = order.max(dim=-1, keepdim=True)  # avoids sorting
     marks = torch.zeros_like(order, dtype=torch.bool)
     return marks.scatter_(-1, where, (top > -torch.inf) & (wanted[..., None] > 0))
 
 
 def check_room(name: str, steady: Tensor, contexts: Tensor, protected: int, what: str) -> None:
-    """Raises where the protected tokens alone exceed the steady size of every sequence that is longer than them.
+    """Check that the steady size holds the `protected` tokens; name, what: the method and options, for messages.
 
-    steady, contexts: int64 [B]. Shorter sequences of a batch just keep their protected tokens.
+    steady, contexts: int64 [B]. Sequences no longer than `protected` keep all their tokens and are not checked.
+
+    Raises:
+        MethodError: the steady size of every longer sequence is below `protected`.
     """
     room = steady[contexts.to(steady.device) > protected]
     if room.numel() and int(room.max()) < protected:

@@ -1,4 +1,4 @@
-"""FastV: after two layers, keep the visual tokens that the last token looks at (Chen et al., arXiv 2403.06764)."""
+"""FastV: prune visual tokens after an early layer by the last token's attention (Chen et al., arXiv 2403.06764)."""
 
 from __future__ import annotations
 
@@ -19,24 +19,27 @@ from foveakv.methods.views import Decision, Granularity, Observes, PrefillView, 
 
 @dataclass
 class FastVState(State):
-    """keep: bool [B, C], the columns that later layers keep; None until the scoring layer has chosen."""
+    """State of one request. keep: bool [B, C], the columns that later layers keep; None before the scoring layer."""
 
     keep: Tensor | None = None
 
 
 @dataclass
 class FastV(Method):
-    """The first `layer` layers keep everything; all later ones lose the `ratio` least attended visual tokens.
+    """Keep everything in the first `layer` layers and evict the `ratio` least attended visual tokens in all later ones.
 
-    A token's score is the attention that the prompt's last token pays to it in the `layer`-th layer, averaged over
-    heads (Sec. 4). Layers are counted from 1 among those with a compressed cache, so with layer=2 the second layer
-    scores and the third is the first that drops (the paper filters "after layer K" and does not say more).
+    A token's score is the attention it receives from the last prompt token in the `layer`-th layer, averaged over heads
+    (Sec. 4). Layers are counted from 1 among the compressed layers: with layer=2 the second layer scores and the third
+    is the first that evicts (the paper filters "after layer K" and is no more specific).
 
     Args:
         layer: K.
-        ratio: R, the share of each sequence's visual tokens that go, rounded down.
-        drop_hidden_states: pruned tokens also leave the residual stream (as in the paper's inference without a cache);
-            False drops them from the later layers' caches only.
+        ratio: R, the share of each sequence's visual tokens to evict, rounded down.
+        drop_hidden_states: also prune these tokens from the residual stream (as in the paper's inference without a
+            cache); False evicts them from the caches of the later layers only.
+
+    Raises:
+        MethodError: an option is invalid, or the model has no layer after `layer`.
     """
 
     layer: int = 2
@@ -48,25 +51,30 @@ class FastV(Method):
 
     def __post_init__(self) -> None:
         whole_number(self.name, "layer", self.layer, 1, "layers are counted from 1")
-        share(self.name, "ratio", self.ratio, above_zero=True, meaning="the share of visual tokens to drop")
+        share(self.name, "ratio", self.ratio, above_zero=True, meaning="the share of visual tokens to evict")
         flag(self.name, "drop_hidden_states", self.drop_hidden_states)
 
     @property
     def granularity(self) -> Granularity:
+        """The layers up to K and those after it store different tokens."""
         return "layer"
 
     @property
     def observes(self) -> Observes:
+        """The query row of the last prompt token."""
         return Observes(queries="window")
 
     @property
     def prunes_after(self) -> int | None:
+        """The scoring layer, with `drop_hidden_states`."""
         return self.layer - 1 if self.drop_hidden_states else None
 
     def needs_queries(self, compressed_idx: int) -> bool:
+        """True for the scoring layer only."""
         return compressed_idx == self.layer - 1
 
     def begin(self, request: PromptView) -> FastVState:
+        """Check that the model has a layer to prune."""
         layers = len(request.layers)
         if self.layer >= layers:
             raise MethodError(
@@ -75,6 +83,7 @@ class FastV(Method):
         return FastVState()
 
     def prefill(self, view: PrefillView) -> Decision | None:
+        """Select visual tokens in the scoring layer and evict the others in all later layers."""
         state: FastVState = view.state
         scoring = self.layer - 1
         if view.compressed_idx == scoring:
@@ -85,7 +94,7 @@ class FastV(Method):
         return Decision(keep=state.keep.gather(1, view.positions)[:, None])
 
     def _choose(self, view: PrefillView) -> Tensor:
-        """The columns that stay in later layers: bool [B, C]."""
+        """Select the columns that later layers keep: bool [B, C]."""
         prompt = view.prompt
         columns = torch.arange(prompt.columns, device=view.keys.device)
         last = torch.where(prompt.real, columns, 0).amax(-1, keepdim=True)  # [B, 1]

@@ -1,4 +1,4 @@
-"""The full cache: nothing is dropped. The yardstick of every comparison."""
+"""Full cache without eviction, the baseline of every comparison."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from foveakv.methods.base import Method
 
 @dataclass
 class Full(Method):
-    """Keep every slot; equals the plain model token for token."""
+    """Keep every slot. Output is token-for-token equal to the plain model's."""
 
     name: ClassVar[str] = "full"

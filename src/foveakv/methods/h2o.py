@@ -28,7 +28,11 @@ from foveakv.methods.views import (
 
 @dataclass
 class H2OState(State):
-    """steady, recent: int64 [B], tokens per head that stay, and those of them that are the newest."""
+    """State of one request.
+
+    steady: int64 [B], tokens per head to keep. recent: int64 [B], how many of them are the newest. bins: cumulative
+    attention and counts, see `RecycleBin`.
+    """
 
     steady: Tensor
     recent: Tensor
@@ -37,16 +41,17 @@ class H2OState(State):
 
 @dataclass
 class H2O(Method):
-    """Per KV head: part of the budget for the tokens with the most cumulative attention, the rest for the newest.
+    """Keep the tokens with the most accumulated attention and the newest tokens in every KV head, also while decoding.
 
-    Scores sum the attention from all queries, the prompt's included; each decode step evicts the lowest-scored token
-    that is not recent. It is HAE's decode eviction with a recycle bin of one token.
+    Scores sum the attention from all queries, those of the prompt included. Each decode step evicts the lowest-scored
+    token that is not recent. This is HAE's decode eviction with a recycle bin of one token.
 
     Args:
-        budget: tokens that stay, heavy and recent together: a share of the prompt, tokens per head, or bytes.
-        heavy_ratio: the heavy hitters' part of the budget, rounded down.
-        per_head_scores: every KV head ranks for itself (not stated in the paper); False sums scores over heads.
-        prefill_rows: which prompt queries count: "all", or a number of sampled rows (ours).
+        budget: tokens to keep, heavy hitters and recent tokens together: a share of the prompt, tokens per head, or
+            bytes.
+        heavy_ratio: share of the budget for heavy hitters, rounded down.
+        per_head_scores: rank tokens per KV head (not stated in the paper); False sums scores over heads.
+        prefill_rows: prompt queries that count for the scores: "all", or a number of sampled rows (not in the paper).
     """
 
     budget: float | int | str = 0.2
@@ -58,20 +63,23 @@ class H2O(Method):
 
     def __post_init__(self) -> None:
         parse_budget(self.budget)
-        checks.share(self.name, "heavy_ratio", self.heavy_ratio, meaning="the heavy hitters' part of the budget")
+        checks.share(self.name, "heavy_ratio", self.heavy_ratio, meaning="the share of the budget for heavy hitters")
         checks.flag(self.name, "per_head_scores", self.per_head_scores)
         check_rows(self.name, self.prefill_rows)
 
     @property
     def granularity(self) -> Granularity:
+        """Per head, or per layer if scores are summed over heads."""
         return "head" if self.per_head_scores else "layer"
 
     @property
     def observes(self) -> Observes:
+        """All prompt queries, and the attention sum of every decode step."""
         return Observes(queries="all", attention_sum=True)
 
     @property
     def decides(self) -> tuple[When, ...]:
+        """Evicts at the end of the prompt and in every decode step."""
         return "prefill", "decode"
 
     @property
@@ -79,11 +87,13 @@ class H2O(Method):
         return RecycleBin(size=1, per_head=self.per_head_scores)
 
     def begin(self, request: PromptView) -> H2OState:
+        """Split the budget into heavy hitters and recent tokens."""
         steady = request.budget_tokens(self.budget, steady=True)
         heavy = (steady.double() * self.heavy_ratio + 1e-9).floor().long()
         return H2OState(steady, steady - heavy)
 
     def prefill(self, view: PrefillView) -> Decision:
+        """Keep the heavy hitters and the newest tokens of the prompt."""
         state: H2OState = view.state
         sums = prompt_scores(view, self.prefill_rows)
         keep = view.prompt.real[:, None].expand_as(sums)
@@ -92,7 +102,9 @@ class H2O(Method):
         return Decision(keep=keep, fields=self._bin.fields(sums))
 
     def decode(self, view: DecodeView) -> Decision | None:
+        """Accumulate the attention of the step and evict the lowest-scored token of every head that is over budget."""
         return self._bin.step(view, view.state.bins)
 
     def results(self, view: ResultView) -> Results:
+        """Report nothing in addition to the common counts."""
         return Results()

@@ -1,7 +1,8 @@
 """HAE: Hierarchical Adaptive Eviction (arXiv 2602.02197).
 
-At the prompt, DAP (dual-attention pruning) drops visual tokens by what the first layer's text tokens look at; while
-decoding, DDES (dynamic decoding eviction strategy, `ddes.py`) drops text and visual tokens through a recycle bin.
+DAP (dual-attention pruning) prunes visual tokens of the prompt by the attention from text tokens in the first layer.
+DDES (dynamic decoding eviction strategy, `ddes.py`) evicts text and visual tokens while decoding, through a recycle
+bin.
 """
 
 from __future__ import annotations
@@ -35,15 +36,14 @@ from foveakv.methods.views import (
 )
 
 R, RELATIVE_R, ALPHA = 0.0012, 0.7, 0.001
-# Values that the paper gives for its models.
+# The paper's values for its models.
 PRESETS: dict[str, dict[str, Any]] = {
     "llava-1.5": {"r": 0.0012, "alpha": 0.001, "recycle_bin_size": 64},
     "phi-3.5-vision": {"r": 0.0015, "alpha": 0.0015, "recycle_bin_size": 56},
     "phi-3.5-vision-story": {"r": 0.0005, "alpha": 0.0005, "recycle_bin_size": 128, "budget": 1024},
 }
 
-
-# Options of DAP with their defaults; they mean nothing without it.
+# Options of DAP with their defaults; setting one of them without DAP is an error.
 _DAP_OPTIONS: dict[str, Any] = {
     "r": None,
     "relative": False,
@@ -57,9 +57,10 @@ _DAP_OPTIONS: dict[str, Any] = {
 
 @dataclass
 class HAEState(State):
-    """keep: bool [B, C], the columns that DAP leaves in all layers. steady, recent: int64 [B], for DDES.
+    """State of one request.
 
-    longer: some sequence is over its steady size. figures: plain values for the report.
+    keep: bool [B, C], the columns that DAP keeps in all layers. steady, recent: int64 [B], for DDES. longer: whether a
+    sequence exceeds its steady size after DAP. bins: see `RecycleBin`. figures: plain values for the report.
     """
 
     keep: Tensor
@@ -72,41 +73,43 @@ class HAEState(State):
 
 @dataclass
 class HAE(Method):
-    """Prune visual tokens once, by the first layer's text attention; then evict in flushes of `recycle_bin_size`.
+    """Prune visual tokens by the first layer's text attention; while decoding, evict `recycle_bin_size` tokens at once.
 
-    DAP. A[i, j] is the first layer's attention from text token i to visual token j, averaged over heads (the paper does
-    not state how heads are joined). Visual token j leaves every layer when a_j = sum_i A[i, j] < r * sum_j a_j
-    (Eq. 1-2) and m_j = max_i A[i, j] < alpha (Eq. 3). At most `c` leave (Def. 1); of more, the lowest a_j.
-    DDES. Tokens collect attention (Eq. 5); l <= tokens < l + D holds while decoding (Def. 2), and D leave at once,
-    those with the lowest scores (Eq. 4). l is `budget`, D is `recycle_bin_size`.
+    DAP: A[i, j] is the attention from text token i to visual token j in the first layer, averaged over heads (the paper
+    does not state how heads are combined). Visual token j is evicted from every layer if a_j = sum_i A[i, j]
+    < r * sum_j a_j (Eq. 1-2) and m_j = max_i A[i, j] < alpha (Eq. 3). At most `c` tokens are evicted (Def. 1), those
+    with the lowest a_j.
+
+    DDES: tokens accumulate attention (Eq. 5). While decoding, l <= tokens < l + D holds (Def. 2), and the D tokens with
+    the lowest scores are evicted at once (Eq. 4). l is `budget` and D is `recycle_bin_size`.
 
     Args:
-        dap, ddes: the two stages; switch one off to run the other alone.
-        r: share of Eq. 2; None = 0.0012 (the paper's for LLaVA-1.5), or 0.7 when `relative`.
-        relative: r counts in uniform shares 1 / V, which does not depend on the number V of visual tokens (ours).
-        alpha: limit of Eq. 3; None = no individual test (ours).
-        c: most visual tokens that may leave a sequence; None = no limit.
-        target_visual_tokens: keep exactly so many visual tokens per sequence, or this share of them, those with the
-            highest a_j, in place of the two tests (ours).
-        criterion: "dual" (the paper's equations), "variance" (tokens whose variance over text rows lies below the
+        dap, ddes: the two stages; disable one to run the other alone.
+        r: share in Eq. 2; None = 0.0012 (the paper's value for LLaVA-1.5), or 0.7 with `relative`.
+        relative: r is a multiple of the uniform share 1 / V, and so independent of the number V of visual tokens (not
+            in the paper).
+        alpha: threshold of Eq. 3; None = no individual test (not in the paper).
+        c: the most visual tokens to evict per sequence; None = no limit.
+        target_visual_tokens: number of visual tokens to keep per sequence, or their share, those with the highest a_j;
+            replaces the two tests (not in the paper).
+        criterion: "dual" (the paper's equations), "variance" (tokens whose variance over text rows is below the
             `variance_quantile` of the sequence's visual tokens), or "dual+variance" (both must hold).
-        drop_hidden_states: pruned tokens also leave the residual stream after the first layer, so that later layers do
-            not compute them (not stated in the paper).
-        budget: steady size l, as a share of the prompt, in tokens per head or in bytes; None = the length of the prompt
-            after DAP. Up to `recycle_bin_size` - 1 tokens more are stored before a flush.
-        compress_prompt: bring a longer prompt down to l by its own scores (not stated in the paper); False makes l the
-            length of such a prompt.
+        drop_hidden_states: also prune these tokens from the residual stream after the first layer, so that later layers
+            do not compute them (not stated in the paper).
+        budget: steady size l: a share of the prompt, tokens per head, or bytes; None = the length of the prompt after
+            DAP. Up to `recycle_bin_size` - 1 more tokens are stored before a flush.
+        compress_prompt: evict from a longer prompt, by its own scores, until l tokens are left (not stated in the
+            paper); False sets l to the length of such a prompt.
         recycle_bin_size: D.
-        mode, restore, score, frequency_weight: which tokens a flush takes, see `ddes.RecycleBin`.
-        recent, sink: so many of the newest and oldest tokens are never evicted; 0 is the paper.
-        per_head_scores: every KV head ranks for itself; False sums scores over heads (not stated in the paper).
-        prefill_rows: which prompt queries count for the scores: "all", or a number of sampled rows (ours).
+        mode, restore, score, frequency_weight: which tokens a flush evicts, see `ddes.RecycleBin`.
+        recent, sink: number of newest and oldest tokens that are never evicted; 0 in the paper.
+        per_head_scores: rank tokens per KV head; False sums scores over heads (not stated in the paper).
+        prefill_rows: prompt queries that count for the scores: "all", or a number of sampled rows (not in the paper).
         statistics: also measure the first layer's attention to visual and text tokens: the share of probabilities
-            below 1e-4 (the paper's sparsity) and the mean variance.
+            up to 1e-4 (the paper's sparsity) and the mean variance.
 
-    What happened is in `cache.state["hae"]`: `evicted_visual`, the tokens that DAP dropped of each sequence,
-    `evicted_prompt`, the slots that bringing the prompt down to l dropped, the statistics; and in
-    `cache.state["ddes"]`, see `ddes.RecycleBin.open`.
+    `results` has `evicted_visual` (tokens that DAP evicted, per sequence), `evicted_prompt` (slots evicted to reduce
+    the prompt to l), the statistics, and the figures of `ddes.BinState`.
     """
 
     budget: float | int | str | None = None
@@ -136,7 +139,11 @@ class HAE(Method):
 
     @classmethod
     def preset(cls, name: str, **options: Any) -> HAE:
-        """The paper's values for one of its models, changed by `options`: see `PRESETS`."""
+        """Return the paper's settings for one of its models (see `PRESETS`), overridden by `options`.
+
+        Raises:
+            MethodError: there is no such preset.
+        """
         if name not in PRESETS:
             raise MethodError(f"HAE has no preset {name!r}; choose one of {', '.join(PRESETS)}")
         return cls(**{**PRESETS[name], **options})
@@ -152,9 +159,9 @@ class HAE(Method):
             parse_budget(self.budget)
             if not self.ddes:
                 raise MethodError(
-                    "hae: budget is the size that DDES keeps to; with ddes=False use target_visual_tokens, r and alpha"
+                    "hae: budget is the steady size of DDES; with ddes=False use target_visual_tokens, r and alpha"
                 )
-        checks.whole_number(self.name, "recent", self.recent, 0, "newest tokens that always stay")
+        checks.whole_number(self.name, "recent", self.recent, 0, "newest tokens that are always kept")
         check_rows(self.name, self.prefill_rows)
 
     def _check_dap(self) -> None:
@@ -163,7 +170,7 @@ class HAE(Method):
         if self.alpha is not None:
             checks.number(self.name, "alpha", self.alpha, 0, meaning="a probability; None = no individual test")
         if self.c is not None:
-            checks.whole_number(self.name, "c", self.c, 0, "the most tokens that may leave; None = no limit")
+            checks.whole_number(self.name, "c", self.c, 0, "the most tokens to evict; None = no limit")
         checks.choice(self.name, "criterion", self.criterion, ("dual", "variance", "dual+variance"))
         checks.share(self.name, "variance_quantile", self.variance_quantile, above_zero=True)
         target = self.target_visual_tokens
@@ -183,9 +190,9 @@ class HAE(Method):
             given = {name: getattr(self, name) for name in _DAP_OPTIONS}
             for option, value in given.items():
                 if value != _DAP_OPTIONS[option]:
-                    raise MethodError(f"hae: {option}={value!r} steers DAP; it needs dap=True")
+                    raise MethodError(f"hae: {option}={value!r} is an option of DAP and needs dap=True")
 
-    # ---- what the method acts on
+    # ---- declarations for the engine
 
     @property
     def _bin(self) -> RecycleBin:
@@ -196,32 +203,38 @@ class HAE(Method):
 
     @property
     def granularity(self) -> Granularity:
+        """One set of tokens for all layers with DAP alone; with DDES per layer, or per head with `per_head_scores`."""
         if not self.ddes:
             return "token"
         return "head" if self.per_head_scores else "layer"
 
     @property
     def observes(self) -> Observes:
+        """Text queries for DAP; for DDES all prompt queries and the attention sum of every decode step."""
         return Observes(queries="all", attention_sum=True) if self.ddes else Observes(queries="text")
 
     @property
     def decides(self) -> tuple[When, ...]:
+        """Evicts at the end of the prompt and, with DDES, while decoding."""
         return ("prefill", "decode") if self.ddes else ("prefill",)
 
     @property
     def prunes_after(self) -> int | None:
+        """The first layer, with `drop_hidden_states`."""
         return 0 if self.drop_hidden_states else None
 
     def needs_queries(self, compressed_idx: int) -> bool:
+        """True for the first layer; with DDES for all layers."""
         return self.ddes or compressed_idx == 0
 
-    # ---- the prompt
+    # ---- prefill
 
     def begin(self, request: PromptView) -> HAEState:
+        """Check that the prompt has visual tokens to evict and that the budget holds the protected tokens."""
         prompt = request.prompt
         if not self.ddes and not bool(prompt.visual.any()):
             raise NoVisualTokensError(
-                "hae with ddes=False drops visual tokens only, and this prompt has no image or video; add one, or use "
+                "hae with ddes=False evicts visual tokens only, and this prompt has no image or video; add one, or use "
                 "ddes=True"
             )
         if self.ddes and self.budget is not None and self.compress_prompt:
@@ -230,7 +243,7 @@ class HAE(Method):
         return HAEState(prompt.real)
 
     def prefill(self, view: PrefillView) -> Decision:
-        """DAP in the first layer, its choice in all (index broadcasting); then the scores that DDES starts from."""
+        """Run DAP in the first layer, apply its choice to all layers, and initialize the scores of DDES."""
         state: HAEState = view.state
         stream = None
         if view.compressed_idx == 0:
@@ -256,11 +269,11 @@ class HAE(Method):
         return Decision(keep=keep, stream=stream, fields=self._bin.fields(sums))
 
     def _prune(self, view: PrefillView) -> Tensor:
-        """DAP on the first layer: the visual tokens to drop, bool [B, C]."""
+        """Return the visual tokens that DAP evicts, by the first layer: bool [B, C]."""
         visual = view.prompt.visual
         if not bool(visual.any()):
             return torch.zeros_like(visual)
-        # Text before the first image sees none of it, so that "all text" and "text after it" give the same sums.
+        # Text before the first image cannot attend to it, so all text rows give the same sums as the rows after it.
         rows, valid = scores.text_rows(view.prompt, max_rows=None)
         given = view.query, view.keys, rows, valid, view.scaling, view.visible
         stats = scores.head_mean_stats(*given)
@@ -274,7 +287,7 @@ class HAE(Method):
         return self.redundant(stats.sums, stats.maxima, stats.variance, visual)
 
     def redundant(self, sums: Tensor, maxima: Tensor, variance: Tensor, visual: Tensor) -> Tensor:
-        """Which visual tokens DAP drops: bool [B, C].
+        """Return the visual tokens that DAP evicts: bool [B, C].
 
         Args:
             sums, maxima, variance: [B, C], a_j, m_j and v_j of every column; only visual columns are read.
@@ -304,15 +317,16 @@ class HAE(Method):
         return gone
 
     def decode(self, view: DecodeView) -> Decision | None:
+        """Run one step of DDES."""
         return self._bin.step(view, view.state.bins)
 
     def results(self, view: ResultView) -> Results:
-        """What DAP and DDES evicted, at the prompt and while decoding, and the steady size and peak of DDES."""
+        """Return what DAP and DDES evicted, at prefill and while decoding, and the steady size and peak of DDES."""
         state: HAEState = view.state
         return Results({**state.figures, **state.bins.figures()})
 
     def _steady(self, view: PrefillView, length: Tensor) -> tuple[Tensor, Tensor]:
-        """l and the protected newest tokens of each sequence, [B] each; length [B] is the prompt's after DAP."""
+        """Return l and the number of protected newest tokens, [B] each; length: [B], prompt lengths after DAP."""
         steady = length
         if self.budget is not None:
             steady = view.budget_tokens(self.budget, steady=True).cpu()
@@ -323,5 +337,5 @@ class HAE(Method):
 
 
 def _mean(values: Tensor, columns: Tensor) -> Tensor:
-    """Mean over the marked columns of each sequence, [B, C] -> [B]; 0 where none is marked."""
+    """Return the mean over the marked columns of each sequence, [B, C] -> [B]; 0 if none is marked."""
     return values.masked_fill(~columns, 0).sum(-1) / columns.sum(-1).clamp_min(1)

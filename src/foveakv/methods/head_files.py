@@ -1,4 +1,4 @@
-"""Files of head scores: [layers, KV heads], none of them negative. `foveakv.analysis.head_scores` measures them."""
+"""Files of head scores: non-negative numbers [layers, KV heads], measured by `foveakv.analysis.head_scores`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from foveakv.util.files import replacing, write_text
 
 
 def save_head_scores(scores: Tensor, path: str | Path) -> None:
-    """Writes scores [layers, KV heads] to a .json or .safetensors file."""
+    """Write scores [layers, KV heads] to a .json or .safetensors file.
+
+    Raises:
+        MethodError: the scores or the suffix of the file are invalid.
+        OutputError: the file cannot be written.
+    """
     path = Path(path)
     scores = read_head_scores(scores, "head scores").to(torch.float32)
     if path.suffix == ".safetensors":
@@ -29,7 +34,11 @@ def save_head_scores(scores: Tensor, path: str | Path) -> None:
 
 
 def load_head_scores(path: str | Path) -> Tensor:
-    """Scores of a file that `save_head_scores` wrote, float64 [layers, KV heads]. MethodError: it holds none."""
+    """Read a file written by `save_head_scores`: float64 [layers, KV heads].
+
+    Raises:
+        MethodError: the file is missing, cannot be read, or has no valid scores.
+    """
     path = Path(path)
     if not path.is_file():
         raise MethodError(
@@ -42,7 +51,7 @@ def load_head_scores(path: str | Path) -> Tensor:
             found: Any = load_file(path)
         else:
             found = json.loads(path.read_text(encoding="utf8"))
-    except Exception as error:  # json and safetensors share no base class
+    except Exception as error:  # the errors of json and safetensors have no common base class
         raise MethodError(f"head_scores: {path} cannot be read: {error}") from error
     if isinstance(found, dict):
         if "scores" not in found:
@@ -52,7 +61,11 @@ def load_head_scores(path: str | Path) -> Tensor:
 
 
 def read_head_scores(values: Any, what: str) -> Tensor:
-    """Numbers [layers][KV heads] as float64; `what` begins the message of the MethodError if they cannot be scores."""
+    """Convert numbers [layers][KV heads] to a float64 tensor. `what` names them in the message of an error.
+
+    Raises:
+        MethodError: the values are not a matrix of finite, non-negative numbers.
+    """
     try:
         scores = torch.as_tensor(values, dtype=torch.float64, device="cpu")
     except (ValueError, TypeError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""HybridKV: static heads keep a pruned cache, dynamic heads fetch chunks back at every step (arXiv 2604.05887)."""
+"""HybridKV: prune the cache of static heads, retrieve chunks for dynamic heads (arXiv 2604.05887)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from foveakv.methods.views import (
 )
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # What the paper states for its models; the power of two is the nearest, and digests come on top of the budget.
+    # The paper's settings: budgets rounded to the nearest power of two, digests in addition to the budget.
     "paper": {
         "theta": 0.9,
         "rho": 0.75,
@@ -42,17 +42,19 @@ PRESETS: dict[str, dict[str, Any]] = {
         "count_digests": False,
         "window_share": 1.0,
     },
-    # For small models and prompts of some hundred tokens (docs/evidence.md): nearly all heads lie above 0.9, questions
-    # are shorter than 32 tokens, pictures are few tokens wide, and digests of float32 eat a small budget.
+    # For small models and prompts of a few hundred tokens (docs/evidence.md): nearly all heads score above 0.9,
+    # questions are shorter than 32 tokens, images are a few tokens wide, and float32 digests use up a small budget.
     "small": {"theta_quantile": 0.7, "window": 8, "chunk_size": 4, "digest_dtype": "int8"},
 }
 
 
 @dataclass
 class HybridKVState(State):
-    """rows: text rows [B, n] and which count. k: of every sequence. Per layer during the prefill: S [B, H], the classes
-    [B, H], and scores [B, H, C] of static heads. After it: the maps, and int64 [B] slots of the budget without digests
-    (total) and before rounding and trimming (nominal).
+    """State of one request.
+
+    rows: text rows int64 [B, n], and bool [B, n], which of them count. k: of every sequence, for Eq. 3. Per layer,
+    during prefill: scores S [B, H], static [B, H], window_scores [B, H, C] of static heads. After prefill: heads, and
+    int64 [B] slots of the budget minus digests (total) and before rounding and trimming (nominal).
     """
 
     rows: tuple[Tensor, Tensor]
@@ -67,50 +69,53 @@ class HybridKVState(State):
 
 @dataclass
 class HybridKV(Method):
-    """Classify the heads, give each its budget, then prune the static ones and retrieve for the dynamic ones.
+    """Classify heads as static or dynamic, then prune the cache of static heads and retrieve chunks for dynamic heads.
 
     1. Head score, Eq. 2 and 3: S[l, h] = mean over the prompt's text rows of the sum of the k highest attention
-       probabilities. Static iff S >= theta, per sequence, layer and KV head.
+       probabilities. A head is static iff S >= theta, per sequence, layer and KV head.
     2. Budgets, Eq. 4 and 5: `foveakv.core.allocation.allocate_heads`.
-    3. Static heads, App. A: text first, then the last `window` tokens, then the visual tokens that the window attends
-       to most; once, after the prompt.
-    4. Dynamic heads, App. A: their KV moves to a store in chunks of 8 tokens, and every step attends to the chunks
-       whose mean key scores highest, until the budget is full.
+    3. Static heads, App. A: keep text first, then the last `window` tokens, then the visual tokens that the window
+       attends to most. This happens once, after the prompt.
+    4. Dynamic heads, App. A: their keys and values are offloaded in chunks of 8 tokens. Every step attends to the
+       chunks whose mean key scores highest, until the budget is full.
 
-    Not stated in the paper; we take k = ceil(0.05 C) (its pilot study's), the mean of S over the query group, only
-    text rows behind the first visual token and at most 64 of them, alpha = 0.1, window = 32, budgets rounded down to a
-    power of two, digests of rotated keys, for a chunk the maximum over the query group (and over the new tokens, if
-    there are several) of the softmax over chunks, and decoded tokens on top of the budget. A dynamic head whose budget
-    holds no chunk beside the incomplete last one keeps its newest tokens and retrieves nothing.
+    Not stated in the paper; we use
+    - k = ceil(0.05 C), as in its pilot study, alpha = 0.1 and window = 32;
+    - the mean of S over the query group, and text rows after the first visual token only, at most 64 of them;
+    - budgets rounded down to a power of two;
+    - digests of rotated keys, and as the score of a chunk the maximum over the query group (and over the new tokens, if
+      there are several) of the softmax over chunks;
+    - decoded tokens in addition to the budget.
+    A dynamic head whose budget holds no chunk besides the incomplete last one keeps its newest tokens and retrieves
+    nothing.
 
     Args:
-        budget: slots of the prompt that stay on the device, all heads together: 0.1, "10%", 1024 (tokens per head),
-            "1GB".
-        count_digests: True takes the digests (1/16 of the dynamic heads' KV at chunks of 8) out of the budget, so that
-            the device holds no more than it says; at 10% with all heads dynamic that is more than half of it. False
-            puts them on top, as the paper's figures do.
-        theta: S from which a head is static.
-        theta_quantile: static are the heads from this quantile of the sequence's S upwards, in place of `theta`. All
-            layers must be known before the first one can shrink, so the peak is that of a full cache.
+        budget: slots of the prompt kept on the device, over all heads: 0.1, "10%", 1024 (tokens per head) or "1GB".
+        count_digests: count digests (1/16 of the dynamic heads' KV at chunks of 8) towards the budget, so that the
+            device stores no more than the budget; at 10% with all heads dynamic they are more than half of it. False
+            stores them in addition to the budget, as the paper's figures do.
+        theta: score S from which a head is static.
+        theta_quantile: replaces `theta` by this quantile of the sequence's scores. No layer can be pruned before all
+            layers have been read, so the peak memory is that of a full cache.
         rho: mean budget of dynamic heads as a share of the mean budget, Eq. 4.
-        alpha: share of the static budget that is dealt out evenly, Eq. 5's a.
-        window: tokens at the end of the prompt that static heads keep, and whose attention scores the others.
-        window_share: the largest part of a static head's budget that the window may take (not in the paper, which keeps
-            the window whole: 1).
+        alpha: share of the static budget that is split evenly, a in Eq. 5.
+        window: tokens at the end of the prompt that static heads keep and whose attention scores the other tokens.
+        window_share: the largest share of a static head's budget for the window (not in the paper, which keeps the
+            whole window: 1).
         chunk_size: tokens per chunk.
         k_ratio: k of the head score as a share of the prompt.
-        text_rows: "after_visual" (text behind the first visual token) or "all".
-        max_text_rows: rows that the head score uses at most: the last ones, and evenly spaced ones before.
-        rounding: of dynamic budgets to a power of two, "down" or "nearest" (the paper's). The sum of all budgets holds
-            either way: what "nearest" rounds up, static heads pay.
-        spend_rest: give what rounding down frees to the static heads; False leaves it unspent.
-        min_budget: slots that every head is assured of where the total allows it; None = `window`.
-        store: where dynamic heads' chunks lie: "host", "device" (saves no memory) or "disk" (a file).
-        store_dir: directory of that file; None = the system's temporary directory, which may itself lie in memory.
+        text_rows: "after_visual" (text after the first visual token) or "all".
+        max_text_rows: the most rows for the head score: the last ones, and evenly spaced earlier ones.
+        rounding: how dynamic budgets are rounded to a power of two, "down" or "nearest" (the paper's). The total budget
+            holds in both cases: slots added by "nearest" are taken from static heads.
+        spend_rest: give slots that rounding down frees to static heads; False leaves them unused.
+        min_budget: slots that every head gets at least, if the total allows it; None = `window`.
+        store: where the chunks of dynamic heads are stored: "host", "device" (saves no memory) or "disk" (a file).
+        store_dir: directory of that file; None = the system's temporary directory, which may be in memory.
         digest_dtype: how digests are stored: "model" (the model's dtype), "bf16", or "int8" with one scale per head and
             channel. Fewer bits leave more of the budget for chunks.
-        classify: "auto", or "all_static" / "all_dynamic" whatever the scores are.
-        head_level: False gives every static head the same budget.
+        classify: "auto", or "all_static" / "all_dynamic" regardless of the scores.
+        head_level: False gives all static heads the same budget.
         type_level: False gives static and dynamic heads the same mean budget.
 
     `results` has scores, classes and budgets per head.
@@ -142,18 +147,22 @@ class HybridKV(Method):
 
     @classmethod
     def preset(cls, name: str, **options: Any) -> HybridKV:
-        """Settings that go together, changed by `options`: see `PRESETS`."""
+        """Return a method with the settings of a preset (see `PRESETS`), overridden by `options`.
+
+        Raises:
+            MethodError: there is no such preset.
+        """
         if name not in PRESETS:
             raise MethodError(f"HybridKV has no preset {name!r}; choose one of {', '.join(PRESETS)}")
         return cls(**{**PRESETS[name], **options})
 
     def __post_init__(self) -> None:
         parse_budget(self.budget)
-        share(self.name, "theta", self.theta, meaning="a head score from which a head is static")
+        share(self.name, "theta", self.theta, meaning="the head score from which a head is static")
         if self.theta_quantile is not None:
             share(self.name, "theta_quantile", self.theta_quantile, meaning="the share of heads that become dynamic")
-        share(self.name, "window_share", self.window_share, above_zero=True, meaning="of a budget, for the window")
-        share(self.name, "alpha", self.alpha, meaning="the part of the static budget that is dealt out evenly")
+        share(self.name, "window_share", self.window_share, above_zero=True, meaning="of the budget, for the window")
+        share(self.name, "alpha", self.alpha, meaning="the share of the static budget that is split evenly")
         share(self.name, "k_ratio", self.k_ratio, meaning="of the prompt's tokens")
         number(self.name, "rho", self.rho, 0, meaning="1: dynamic heads get the mean budget")
         for option in ("window", "chunk_size", "max_text_rows"):
@@ -165,32 +174,36 @@ class HybridKV(Method):
         for option in ("head_level", "type_level", "spend_rest", "count_digests"):
             flag(self.name, option, getattr(self, option))
         if self.store_dir is not None and self.store != "disk":
-            raise MethodError(f'hybridkv: store_dir is used by store="disk" only; this one has store={self.store!r}')
+            raise MethodError(f'hybridkv: store_dir is used by store="disk" only; got store={self.store!r}')
 
     @property
     def observes(self) -> Observes:
+        """All prompt queries."""
         return Observes(queries="all")
 
     @property
     def decides(self) -> tuple[When, ...]:
+        """Evicts at the end of the prompt; dynamic heads read chunks in every step."""
         if self.classify == "all_static":
             return "prefill", "after_prefill"
         return "prefill", "after_prefill", "read"
 
     @property
     def _late(self) -> bool:
-        """Whether heads can be classified only when all layers are known."""
+        """Whether heads can be classified only after all layers have been read."""
         return self.theta_quantile is not None and self.classify == "auto"
 
     # ---- prefill
 
     def begin(self, request: PromptView) -> HybridKVState:
+        """Select the text rows and compute k of every sequence."""
         prompt = request.prompt
-        share = Fraction(repr(float(self.k_ratio)))  # exact: 0.05 * 140 is 7 and not a little more
+        share = Fraction(repr(float(self.k_ratio)))  # no rounding error: 0.05 * 140 is 7
         k = [max(1, math.ceil(share * length)) for length in prompt.lengths.tolist()]
         return HybridKVState(text_rows(prompt, self.text_rows == "after_visual", self.max_text_rows), k)
 
     def prefill(self, view: PrefillView) -> Decision:
+        """Score the heads of one layer and classify them, and offload the chunks of its dynamic heads."""
         prompt = view.prompt
         state: HybridKVState = view.state
         rows, valid = state.rows
@@ -202,19 +215,20 @@ class HybridKV(Method):
         if bool(static.any()):
             window = window_scores(view.query, view.keys, self.window, view.scaling, view.visible, prompt.real)
         state.window_scores.append(window)
-        # Dynamic heads keep one complete chunk as well, in case their budget turns out too small to retrieve.
+        # Dynamic heads also keep one complete chunk, in case their budget is too small to retrieve.
         incomplete = prompt.lengths % self.chunk_size
         keep = static[..., None] | (from_end(prompt.real) <= (incomplete + self.chunk_size)[:, None])[:, None]
         return Decision(keep=keep, offload=self._offload(~static))
 
     def after_prefill(self, view: PromptEndView) -> list[Decision]:
+        """Allocate a budget to every head and reduce all layers to it."""
         request, state = view.request, view.state
         geometry, prompt = request.geometry, request.prompt
         scores = torch.stack(state.scores, 1).cpu()  # [B, L, H]
         static = self._static(scores) if self._late else torch.stack(state.static, 1).cpu()
         totals = request.budget_slots(self.budget).tolist()
         if self.count_digests:
-            totals = self._less_digests(totals, static, geometry)
+            totals = self._minus_digests(totals, static, geometry)
         minimum = self.window if self.min_budget is None else self.min_budget
         parts = [
             allocate_heads(
@@ -236,7 +250,7 @@ class HybridKV(Method):
         return [decision for decision, _ in settled]
 
     def results(self, view: ResultView) -> Results:
-        """Shares and totals over the sequences, and the maps that they come from."""
+        """Return shares and totals over the sequences, and the maps per head that they summarize."""
         state: HybridKVState = view.state
         heads = state.heads
         if heads is None or state.total is None or state.nominal is None:
@@ -250,10 +264,10 @@ class HybridKV(Method):
         }
         return Results(figures, heads=heads)
 
-    def _less_digests(self, totals: list[int], static: Tensor, geometry: Geometry) -> list[int]:
-        """What a budget leaves for slots once every dynamic head's digests are paid for, at least one slot per head.
+    def _minus_digests(self, totals: list[int], static: Tensor, geometry: Geometry) -> list[int]:
+        """Return the slots of the budget minus the dynamic heads' digests, at least one slot per head.
 
-        A budget of the whole prompt pays nothing: all chunks are resident and no digest is needed.
+        Nothing is subtracted from a budget of the whole prompt: all chunks are on the device, without digests.
         """
         each, once = digest_bytes(self.digest_dtype, geometry.head_dim, geometry.itemsize)
         slot = (geometry.head_dim + geometry.value_dim) * geometry.itemsize
@@ -267,7 +281,7 @@ class HybridKV(Method):
         return left
 
     def _static(self, scores: Tensor) -> Tensor:
-        """Which heads are static, from S [B, H] of one layer or [B, L, H] of all."""
+        """Return which heads are static, from S: [B, H] of one layer or [B, L, H] of all."""
         if self.classify != "auto":
             return torch.full_like(scores, self.classify == "all_static", dtype=torch.bool)
         if self.theta_quantile is None:
@@ -276,7 +290,7 @@ class HybridKV(Method):
         return scores.double() >= threshold.view(-1, *[1] * (scores.dim() - 1))
 
     def _offload(self, dynamic: Tensor) -> Offload | None:
-        """The complete chunks of the dynamic heads [B, H] move to a store."""
+        """Return the offload of the dynamic heads' complete chunks; dynamic: bool [B, H]."""
         if not bool(dynamic.any()):
             return None
         return Offload(dynamic, self.chunk_size, self.store, self.store_dir, "mean", self.digest_dtype)
@@ -284,14 +298,19 @@ class HybridKV(Method):
     def _settle(
         self, real: Tensor, text: Tensor, static: Tensor, budgets: Tensor, window: Tensor | None
     ) -> tuple[Decision, Tensor]:
-        """Brings one layer to its budgets: prunes static heads, says how many chunks dynamic heads choose.
+        """Reduce one layer to its budgets: prune static heads, and set the number of chunks that dynamic heads read.
 
-        real, text: bool [B, C]. static bool, budgets int64 [B, H] on the CPU. window: scores [B, H, C] of static heads.
-        Returns the decision, and the slots on the device, chosen chunks included: int64 [B, H] on the CPU.
+        Args:
+            real, text: bool [B, C].
+            static, budgets: bool and int64 [B, H], on the CPU.
+            window: scores [B, H, C] of static heads.
+
+        Returns:
+            The decision, and the slots on the device, chosen chunks included: int64 [B, H] on the CPU.
         """
         device = real.device
         static, budgets, lengths = static.to(device), budgets.to(device), real.sum(-1)
-        # Dynamic heads keep the incomplete chunk; where no chunk fits beside it, as many of the newest tokens as do.
+        # Dynamic heads keep the incomplete chunk; if no other chunk fits the budget, they keep their newest tokens.
         complete, incomplete = (lengths // self.chunk_size)[:, None], (lengths % self.chunk_size)[:, None]
         chunks = ((budgets - incomplete).clamp_min(0) // self.chunk_size).masked_fill(static, 0)  # [B, H]
         keep = from_end(real)[:, None] <= torch.where(chunks > 0, incomplete, budgets)[..., None]
@@ -315,12 +334,21 @@ _CHOICES = {
 def text_prior_keep(
     scores: Tensor, text: Tensor, real: Tensor, budgets: Tensor, window: int, window_share: float = 1.0
 ) -> Tensor:
-    """What static heads keep (arXiv 2604.05887, App. A): bool [B, H, C] with min(budget, real columns) marks per head.
+    """Select the columns that static heads keep (arXiv 2604.05887, App. A).
 
-    scores [B, H, C]; text, real bool [B, C]; budgets int64 [B, H]. Text comes first, then the last `window` columns,
-    then the best-scored rest. Where text alone exceeds budget - window, the window stays and the best-scored text: in
-    either case the window, then text, then the rest. Not stated in the paper; we keep the newest columns where the
-    budget is below the window, give the window at most `window_share` of the budget, and count audio with the rest.
+    Text comes first, then the last `window` columns, then the rest by score. If text alone exceeds budget - window, the
+    window and the best-scored text are kept. In either case the order of selection is window, text, rest.
+
+    Not stated in the paper; we keep the newest columns if the budget is below the window, give the window at most
+    `window_share` of the budget, and count audio with the rest.
+
+    Args:
+        scores: [B, H, C].
+        text, real: bool [B, C].
+        budgets: int64 [B, H].
+
+    Returns:
+        bool [B, H, C] with min(budget, real columns) marks per head.
     """
     recent = from_end(real)[:, None] <= window_tokens(budgets, window, window_share)[..., None]
     earlier = real[:, None] & ~recent

@@ -1,4 +1,4 @@
-"""LOOK-M: text first, and what is evicted is merged into the most similar kept token (Wan et al., arXiv 2406.18139)."""
+"""LOOK-M: text-prior eviction that merges evicted tokens into kept ones (Wan et al., arXiv 2406.18139)."""
 
 from __future__ import annotations
 
@@ -19,35 +19,36 @@ from foveakv.methods.views import Decision, Observes, PrefillView
 
 Merge = Literal["pivot", "mean", "weighted", "none"]
 MERGES = ("pivot", "mean", "weighted", "none")
-_TILE = 2**21  # most similarities that are formed at once
+_TILE = 2**21  # the most similarities computed at once
 
 
 @dataclass
 class LookM(Method):
-    """Per KV head: the newest tokens, then text by its attention, then visual tokens by theirs; the rest is merged.
+    """Keep the newest tokens, then text, then visual tokens by attention; merge evicted tokens into the kept ones.
 
-    Scores sum the attention from all prompt queries; text goes before all else (the paper's text-prior eviction gives
-    it the highest score on top of its own). Each evicted key goes to the kept key with the largest cosine, and its
-    value to the same place (its many-to-one matching). With n tokens e evicted to kept token c, keys and values alike
-    become
+    Tokens are selected per KV head. Scores sum the attention from all prompt queries; text is selected before all else
+    (in the paper's text-prior eviction, its score is raised by the highest score). Each evicted key is merged into the
+    kept key with the largest cosine similarity, and its value into that key's value (the paper's many-to-one matching).
+    For n evicted tokens e that match kept token c, both keys and values become
 
     - "mean":     (c + sum of e) / (n + 1)
     - "pivot":    (c + sum of (e + c) / 2) / (n + 1)
     - "weighted": (c + sum of cosine(e, c) * e) / (n + 1)
 
-    It happens once, at the end of the prompt ("look once"); decoded tokens come on top of the budget.
+    This happens once, at the end of the prompt ("look once"); decoded tokens are stored in addition to the budget.
 
     Not stated in the paper, or not clearly; we
-    - let a KV head's score sum over its query group;
+    - sum the scores of a KV head over its query group;
     - merge rotated keys, as they are stored; a merged token keeps the position of the kept one;
-    - merge all evicted tokens; the authors' code leaves out those of low similarity in one of the merges;
-    - put audio after text, with visual tokens; where text alone is over the budget, its best-scored tokens stay.
+    - merge all evicted tokens; the authors' code omits those of low similarity in one of the merges;
+    - rank audio after text, with visual tokens; if text alone exceeds the budget, we keep its best-scored tokens.
 
     Args:
-        budget: tokens that stay, newest and others together: share of the prompt, tokens per head, or bytes.
-        recent_ratio: the newest tokens' part of the budget, rounded down, at least one token. The paper splits evenly.
-        merge: see above; "none" drops what is evicted (the paper's text-prior eviction alone).
-        prefill_rows: which prompt queries count: "all", or a number of sampled rows (ours).
+        budget: tokens to keep, newest and others together: a share of the prompt, tokens per head, or bytes.
+        recent_ratio: share of the budget for the newest tokens, rounded down, at least one token. The paper splits the
+            budget evenly.
+        merge: see above; "none" discards evicted tokens (the paper's text-prior eviction alone).
+        prefill_rows: prompt queries that count for the scores: "all", or a number of sampled rows (not in the paper).
     """
 
     budget: float | int | str = 0.2
@@ -59,19 +60,22 @@ class LookM(Method):
 
     def __post_init__(self) -> None:
         parse_budget(self.budget)
-        share(self.name, "recent_ratio", self.recent_ratio, meaning="the newest tokens' part of the budget")
+        share(self.name, "recent_ratio", self.recent_ratio, meaning="the share of the budget for the newest tokens")
         choice(self.name, "merge", self.merge, MERGES)
         check_rows(self.name, self.prefill_rows)
 
     @property
     def merges(self) -> bool:
+        """Whether a merge is selected."""
         return self.merge != "none"
 
     @property
     def observes(self) -> Observes:
+        """All prompt queries."""
         return Observes(queries="all")
 
     def prefill(self, view: PrefillView) -> Decision:
+        """Select the tokens of one layer and merge the others into them."""
         prompt = view.prompt
         size = view.budget_tokens(self.budget)
         recent = (size.double() * self.recent_ratio + 1e-9).long().clamp_min(1)
@@ -83,9 +87,15 @@ class LookM(Method):
 
 
 def text_first(scores: Tensor, text: Tensor, real: Tensor, size: Tensor, recent: Tensor) -> Tensor:
-    """bool [B, H, C] with min(size, real columns) marks per head: the newest, then text, then the rest, each by score.
+    """Select the newest columns, then text, then the rest, text and rest by score.
 
-    scores [B, H, C]; text, real bool [B, C]; size, recent int64 [B], recent at most size.
+    Args:
+        scores: [B, H, C].
+        text, real: bool [B, C].
+        size, recent: int64 [B], columns to keep and how many of them are the newest; recent <= size.
+
+    Returns:
+        bool [B, H, C] with min(size, real columns) marks per head.
     """
     window = newest(real, recent)[:, None]
     left = size[:, None] - window.sum(-1)
@@ -96,10 +106,15 @@ def text_first(scores: Tensor, text: Tensor, real: Tensor, size: Tensor, recent:
 
 
 def merged(keys: Tensor, values: Tensor, keep: Tensor, real: Tensor, how: str) -> tuple[Tensor, Tensor]:
-    """Copies of keys [B, H, C, D] and values [B, H, C, Dv] in which kept columns have taken up the evicted ones.
+    """Return copies of keys [B, H, C, D] and values [B, H, C, Dv] with evicted columns merged into the kept ones.
 
-    keep bool [B, H, C]; real bool [B, C]: padding is neither kept nor merged. how: see `LookM`. Sums are at least
-    float32. The given tensors stay as they are, since the model may still read them.
+    The inputs are not modified, since the model may still read them. Sums are computed in float32 or float64.
+
+    Args:
+        keys, values: [B, H, C, D] and [B, H, C, Dv].
+        keep: bool [B, H, C].
+        real: bool [B, C]; padding is neither kept nor merged.
+        how: "pivot", "mean" or "weighted", see `LookM`.
     """
     keys, values = keys.clone(), values.clone()
     for b in range(keys.shape[0]):
@@ -115,7 +130,7 @@ def merged(keys: Tensor, values: Tensor, keep: Tensor, real: Tensor, how: str) -
 
 
 def merge_rows(kept: Tensor, gone: Tensor, cosine: Tensor, place: Tensor, how: str) -> Tensor:
-    """kept [m, D] after taking up gone [n, D] at place [n] int64; cosine [n]."""
+    """Merge rows gone [n, D] into rows kept [m, D] at int64 place [n]; cosine: [n]. Returns [m, D]."""
     if how == "pivot":
         gone = (gone + kept[place]) / 2
     elif how == "weighted":
@@ -125,7 +140,7 @@ def merge_rows(kept: Tensor, gone: Tensor, cosine: Tensor, place: Tensor, how: s
 
 
 def nearest(gone: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row of gone [n, D] the largest cosine with a row of kept [m, D], and that row: [n], int64 [n]."""
+    """Find for each row of gone [n, D] the row of kept [m, D] with the largest cosine: cosines [n], rows int64 [n]."""
     directions = F.normalize(wide(kept), dim=-1).T
     step = max(1, _TILE // len(kept))
     found = [(F.normalize(wide(part), dim=-1) @ directions).max(-1) for part in gone.split(step)]
@@ -133,5 +148,5 @@ def nearest(gone: Tensor, kept: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def wide(states: Tensor) -> Tensor:
-    """float64 as it is, all else as float32."""
+    """Convert to float32; float64 is returned unchanged."""
     return states if states.dtype == torch.float64 else states.float()

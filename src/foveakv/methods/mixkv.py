@@ -1,4 +1,4 @@
-"""MixKV: importance mixed with the diversity of keys, head by head (Liu et al., arXiv 2510.20707)."""
+"""MixKV: mix importance with key diversity per head (Liu et al., arXiv 2510.20707)."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ from foveakv.methods.views import Decision, PrefillView
 
 @dataclass
 class MixKV(SnapKV):
-    """Per KV head: important tokens, and in heads with much the same keys everywhere, tokens with unusual keys.
+    """Keep important tokens in every KV head and, in heads with redundant keys, also tokens with distinctive keys.
 
-    Importance is SnapKV's score plus the norm of the token's value; diversity is minus the cosine between the token's
-    key and the mean direction of the head's keys. Norm and diversity are brought to [0, 1] and then to the mean of
-    SnapKV's score. A head's redundancy r, the mean cosine between two of its keys, mixes them:
+    Importance is SnapKV's score plus the norm of the token's value. Diversity is minus the cosine similarity between
+    the token's key and the mean direction of the head's keys. Norm and diversity are scaled to [0, 1] and then to the
+    mean of SnapKV's score. They are mixed by the head's redundancy r, the mean cosine similarity of its pairs of keys:
     r * diversity + (1 - r) * importance.
 
-    Not stated in the paper; we clip r at 0, take keys after RoPE as they are
-    stored, and count all real tokens for r and the mean direction, and the tokens before the window for the rest.
-    `intrinsic` is the part of the importance that does not depend on the window: "value_norm", "key_norm" (short keys
-    first) or "none".
+    Not stated in the paper; we clip r at 0, use keys after RoPE, as they are stored, and count all real tokens for r
+    and the mean direction, and the tokens before the window for the rest.
+
+    Args:
+        budget, window, kernel, window_share: as in `SnapKV`.
+        intrinsic: the part of the importance that does not depend on the window: "value_norm", "key_norm" (short keys
+            first) or "none".
     """
 
     intrinsic: Literal["value_norm", "key_norm", "none"] = "value_norm"
@@ -38,6 +41,7 @@ class MixKV(SnapKV):
         choice(self.name, "intrinsic", self.intrinsic, ("value_norm", "key_norm", "none"))
 
     def prefill(self, view: PrefillView) -> Decision:
+        """Keep the window and the tokens with the best mixed scores."""
         size = self.layer_tokens(view)
         window, score = self.window_and_scores(view, size)
         score = self.smooth(score.masked_fill(window[:, None], 0.0))
@@ -55,10 +59,15 @@ class MixKV(SnapKV):
 
 
 def key_similarity(keys: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
-    """How alike the keys of a head are, by their directions u: keys [B, H, C, D], real bool [B, C].
+    """Measure the similarity of a head's keys by their directions u, one head at a time.
 
-    Returns u . mean of u for every column, [B, H, C], and [B, H] the mean of u_i . u_j over pairs i != j, which is
-    (n |mean|^2 - 1) / (n - 1), clipped to [0, 1]; 0 for a single token. At least float32, one head at a time.
+    Args:
+        keys: [B, H, C, D].
+        real: bool [B, C].
+
+    Returns:
+        u . mean(u) for every column, [B, H, C], and the redundancy [B, H]: the mean of u_i . u_j over pairs i != j,
+        which is (n |mean|^2 - 1) / (n - 1), clipped to [0, 1]; 0 for a single token. Both float32 or float64.
     """
     wide = torch.promote_types(keys.dtype, torch.float32)
     count = real.sum(-1).clamp_min(1)
@@ -75,21 +84,21 @@ def key_similarity(keys: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def norms(vectors: Tensor) -> Tensor:
-    """Lengths of [..., D], at least float32."""
+    """Return the norms of vectors [..., D], in float32 or float64."""
     return torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.promote_types(vectors.dtype, torch.float32))
 
 
 def scaled_like(values: Tensor, score: Tensor, candidates: Tensor) -> Tensor:
-    """Values brought to [0, 1] among the candidates of a head, then to the mean of the candidates' scores.
+    """Scale values to [0, 1] among the candidates of a head, then to the mean of the candidates' scores.
 
-    All three [..., C]; candidates bool. Heads whose candidates have all the same value get 0. What stands at other
-    columns means nothing.
+    All three are [..., C]; candidates is bool. Heads whose candidates all have the same value get 0. The result is
+    defined at candidates only.
     """
     low = values.masked_fill(~candidates, torch.inf).amin(-1, keepdim=True)
     high = values.masked_fill(~candidates, -torch.inf).amax(-1, keepdim=True)
     spread = torch.where(high > low, high - low, torch.inf)
     share = torch.where(candidates, (values - low) / spread, 0)
-    share = share.nan_to_num(0)  # (inf - inf) where a head has no candidates
+    share = share.nan_to_num(0)  # inf - inf if a head has no candidates
     total = share.sum(-1, keepdim=True)
     wanted = score.masked_fill(~candidates, 0).sum(-1, keepdim=True)
     return share * torch.where(total > 0, wanted / total, 0)

@@ -1,7 +1,7 @@
-"""MustDrop: drop visual tokens in several layers of the prompt, but never the key ones (Liu et al., arXiv 2411.10803).
+"""MustDrop: evict visual tokens in several layers, but never the key tokens (Liu et al., arXiv 2411.10803).
 
-Of its three stages, the vision stage is out of a cache's reach. What is here is the prefill stage (dual-attention
-filtering) and the decode stage (output-aware cache policy).
+Implements two of its three stages, the prefill stage (dual-attention filtering) and the decode stage (output-aware
+cache policy). The vision stage cannot be implemented in a KV cache.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from foveakv.methods.views import (
     When,
 )
 
-_IMAGES = 8  # images whose rows are formed at once
+_IMAGES = 8  # images whose attention rows are computed at once
 
 
 @dataclass
 class MustDropState(State):
-    """stages: filtering layers that the model has. keep: bool [B, C], what the layers up to here leave.
+    """State of one request.
 
-    protected: bool [B, C], key tokens, during the prefill. kept_visual: int64 [B], once it is over.
+    stages: the filtering layers that the model has. keep: bool [B, C], columns kept by the layers so far. protected:
+    bool [B, C], key tokens, during the prefill. kept_visual: int64 [B], after the prefill.
     """
 
     stages: list[int]
@@ -51,29 +52,34 @@ class MustDropState(State):
 
 @dataclass
 class MustDrop(Method):
-    """In each of `layers`, drop the visual tokens that the text neither looks at in sum nor anywhere strongly.
+    """In each of `layers`, evict the visual tokens with both a low sum and a low maximum of attention from text tokens.
 
-    Dual-attention filtering: with A[i, j] the head-mean attention of text token i to visual token j in that layer, j
-    goes when sum_i A[i, j] < r * sum_ij A[i, j] and max_i A[i, j] < alpha. It is DAP's test in HAE, in several layers,
-    each over the tokens that are left. Key tokens never go. With `decode_stage`, every layer from the first filtering
-    one on ends with what the last one left (the output-aware cache policy); without, a layer stores what it would have
-    read, so that a filtering layer still has what it drops for later ones. Earlier layers keep all.
+    Dual-attention filtering: let A[i, j] be the head-mean attention of text token i to visual token j in a filtering
+    layer. Token j is evicted if sum_i A[i, j] < r * sum_ij A[i, j] and max_i A[i, j] < alpha. This is the test of DAP
+    in HAE, applied in several layers, each time to the remaining tokens. Key tokens are never evicted. With
+    `decode_stage`, all layers from the first filtering layer on keep only the tokens that the last one keeps (the
+    output-aware cache policy). Without it, a layer stores the tokens that remained before it, so a filtering layer
+    still stores the tokens that it evicts for later layers. Layers before the first filtering layer keep everything.
 
-    Not stated in the paper, or out of reach of a cache; we
-    - count layers from 0 among those with a compressed cache, and pass over numbers that the model does not have;
-    - take as key tokens, in place of those that the vision tower's [CLS] token attends to, the share `protect` of every
-      picture that its own last token attends to most in the first filtering layer (0.08 is the authors' code);
-    - leave tokens in the residual stream, so that later layers' scores still pay attention to dropped ones;
+    Not stated in the paper, or not possible in a KV cache; we
+    - count layers from 0 among the compressed layers, and ignore numbers that the model does not have;
+    - use as key tokens, in place of those that the vision tower's [CLS] token attends to, the share `protect` of every
+      image that its own last token attends to most in the first filtering layer (0.08 is the authors' code);
+    - keep tokens in the residual stream, so that scores of later layers still include attention to evicted ones;
     - do not merge neighbouring tokens, which the paper does in the vision tower.
 
     Args:
         layers: filtering layers, as "2,6,10,14" or (2, 6, 10, 14).
-        r, alpha: limits of the two tests. The paper's values for LLaVA-1.5: 0.001 and 0.001 for 192 tokens on average,
-            0.0012 and 0.001 for 128.
-        protect: share of every picture's tokens that never go, rounded up.
-        decode_stage: the output-aware cache policy.
-        target_visual_tokens: keep exactly so many visual tokens per sequence, or this share of them, behind the last
-            filtering layer, in equal steps, key tokens first and then the largest sums, in place of the tests (ours).
+        r, alpha: thresholds of the two tests. The paper's values for LLaVA-1.5: 0.001 and 0.001 for 192 tokens on
+            average, 0.0012 and 0.001 for 128.
+        protect: share of every image's tokens that are never evicted, rounded up.
+        decode_stage: use the output-aware cache policy.
+        target_visual_tokens: number of visual tokens to keep per sequence after the last filtering layer, or their
+            share; reached in equal steps, key tokens first and then the largest sums. Replaces the tests (not in the
+            paper).
+
+    Raises:
+        MethodError: an option is invalid, or the model has none of `layers`.
     """
 
     layers: tuple[int, ...] | str = "2,6,10,14"
@@ -90,7 +96,7 @@ class MustDrop(Method):
         numbers(self.layers)
         number(self.name, "r", self.r, 0, meaning="a share of attention")
         number(self.name, "alpha", self.alpha, 0, meaning="a probability")
-        share(self.name, "protect", self.protect, meaning="of every picture's tokens")
+        share(self.name, "protect", self.protect, meaning="of every image's tokens")
         flag(self.name, "decode_stage", self.decode_stage)
         target = self.target_visual_tokens
         if target is not None:
@@ -103,20 +109,25 @@ class MustDrop(Method):
 
     @property
     def granularity(self) -> Granularity:
+        """All heads of a layer store the same tokens."""
         return "layer"
 
     @property
     def observes(self) -> Observes:
+        """The text queries."""
         return Observes(queries="text")
 
     @property
     def decides(self) -> tuple[When, ...]:
+        """Evicts in every layer's prefill, and again after the last one."""
         return "prefill", "after_prefill"
 
     def needs_queries(self, compressed_idx: int) -> bool:
+        """True for the filtering layers only."""
         return compressed_idx in numbers(self.layers)
 
     def begin(self, request: PromptView) -> MustDropState:
+        """Find the filtering layers that the model has."""
         count = len(request.layers)
         stages = [layer for layer in numbers(self.layers) if layer < count]
         if not stages:
@@ -127,6 +138,7 @@ class MustDrop(Method):
         return MustDropState(stages, request.prompt.real)
 
     def prefill(self, view: PrefillView) -> Decision:
+        """Keep the tokens that remained before this layer; a filtering layer evicts more for the layers after it."""
         state: MustDropState = view.state
         keep = state.keep
         if view.compressed_idx in state.stages:
@@ -136,6 +148,7 @@ class MustDrop(Method):
         return Decision(keep=keep[:, None])
 
     def after_prefill(self, view: PromptEndView) -> list[Decision] | None:
+        """Apply the output-aware cache policy, with `decode_stage`."""
         state: MustDropState = view.state
         state.kept_visual = (state.keep & view.request.prompt.visual).sum(-1)
         keep, state.protected = state.keep[:, None], None
@@ -145,12 +158,12 @@ class MustDrop(Method):
         return [Decision(keep=keep if idx >= first else None) for idx in range(len(view.request.layers))]
 
     def results(self, view: ResultView) -> Results:
-        """`kept_visual`: visual tokens of each sequence after the last filtering layer."""
+        """Return `kept_visual`, the visual tokens of each sequence after the last filtering layer."""
         kept = view.state.kept_visual
         return Results({} if kept is None else {"kept_visual": kept.tolist()})
 
     def _dropped(self, view: PrefillView, keep: Tensor, state: MustDropState) -> Tensor:
-        """The visual tokens that this layer drops: bool [B, C]."""
+        """Return the visual tokens that this layer evicts: bool [B, C]."""
         visual = view.prompt.visual & keep
         protected = torch.zeros_like(keep) if state.protected is None else state.protected
         rows, valid = text_rows(view.prompt, max_rows=None)
@@ -165,7 +178,7 @@ class MustDrop(Method):
         return visual & ~keep_top(score.masked_fill(~visual, -torch.inf), wanted)
 
     def _key_tokens(self, view: PrefillView) -> Tensor:
-        """For every picture, the columns that its own last token attends to most: bool [B, C]."""
+        """Return for every image the columns that its own last token attends to most: bool [B, C]."""
         prompt = view.prompt
         if self.protect == 0:
             return torch.zeros_like(prompt.real)
@@ -173,7 +186,11 @@ class MustDrop(Method):
 
 
 def numbers(layers: tuple[int, ...] | str) -> list[int]:
-    """The filtering layers, ascending; `MethodError` where they cannot be read."""
+    """Parse the filtering layers into an ascending list.
+
+    Raises:
+        MethodError: they are not distinct whole numbers from 0.
+    """
     try:
         parts = layers.split(",") if isinstance(layers, str) else list(layers)
         whole = [int(part) for part in parts if isinstance(part, str) or type(part) is int]
@@ -187,15 +204,22 @@ def numbers(layers: tuple[int, ...] | str) -> list[int]:
 
 
 def filtered(sums: Tensor, maxima: Tensor, visual: Tensor, r: float, alpha: float) -> Tensor:
-    """Dual-attention filtering: the tokens of visual, bool [B, C], that fail both tests; sums, maxima [B, C]."""
+    """Return the tokens of `visual` that fail both tests of dual-attention filtering: bool [B, C].
+
+    sums, maxima: [B, C]. visual: bool [B, C], the remaining visual tokens.
+    """
     total = sums.masked_fill(~visual, 0).sum(-1, keepdim=True)
     return visual & (sums < r * total) & (maxima < alpha)
 
 
 def stage_counts(visual: Tensor, target: float, stage: int, stages: int) -> Tensor:
-    """Visual tokens that stay after `stage` of `stages`, counted from 1: int64 [B]; visual int64 [B] is how many are.
+    """Return the number of visual tokens to keep after a stage: int64 [B], in equal steps down to the target.
 
-    Equal steps from all of them to `target`, a number or a share.
+    Args:
+        visual: int64 [B], visual tokens of each sequence.
+        target: number of visual tokens after the last stage, or their share.
+        stage: the stage, counted from 1.
+        stages: number of stages.
     """
     counts = []
     for count in visual.tolist():
@@ -205,7 +229,7 @@ def stage_counts(visual: Tensor, target: float, stage: int, stages: int) -> Tens
 
 
 def picture_numbers(prompt: PromptMap) -> Tensor:
-    """Which picture a column belongs to, counted from 0 in each sequence: int64 [B, C], -1 for none."""
+    """Return the image that each column belongs to, counted from 0 per sequence: int64 [B, C], -1 for none."""
     named = torch.where(prompt.visual, prompt.index.long() * 2 + (prompt.kinds == VIDEO), -1)
     numbered = torch.full_like(named, -1)
     for b, row in enumerate(named):
@@ -215,7 +239,10 @@ def picture_numbers(prompt: PromptMap) -> Tensor:
 
 
 def key_tokens(view: PrefillView, pictures: Tensor, portion: float) -> Tensor:
-    """The `portion` of every picture that its last token attends to most, head mean: bool [B, C]; pictures [B, C]."""
+    """Select the `portion` of every image that its last token attends to most, averaged over heads: bool [B, C].
+
+    pictures: int64 [B, C], see `picture_numbers`.
+    """
     columns = torch.arange(pictures.shape[1], device=pictures.device)
     keys = torch.zeros_like(pictures, dtype=torch.bool)
     for start in range(0, int(pictures.max()) + 1, _IMAGES):

@@ -1,4 +1,4 @@
-"""PrefixKV: every layer keeps the shortest prefix of its ranking that holds one common share of attention.
+"""PrefixKV: every layer keeps the prefix of its ranking that holds a common share of attention.
 
 Wang et al., arXiv 2412.03409.
 """
@@ -33,7 +33,10 @@ from foveakv.methods.views import (
 
 @dataclass
 class PrefixKVState(State):
-    """scores: [B, C] for every layer, during the prefill. share: float64 [B], p. tokens: int64 [B, L]."""
+    """State of one request.
+
+    scores: [B, C] per layer, during the prefill. share: float64 [B], p. tokens: int64 [B, L], tokens per head.
+    """
 
     scores: list[Tensor] = field(default_factory=list)
     share: Tensor | None = None
@@ -42,23 +45,24 @@ class PrefixKVState(State):
 
 @dataclass
 class PrefixKV(Method):
-    """Per layer: the tokens with the most attention, as many as it takes to hold the same share p of it in all layers.
+    """Keep in every layer the most attended tokens that together hold a share p of attention, the same in all layers.
 
-    A token's importance in a layer is the attention that it gets from all prompt rows, averaged over heads; all heads
-    keep the same tokens. p is what meets the budget; the paper finds it by a binary search. The search has an exact
-    end, which we compute: of all layers' entries, ranked by the share that lies before them in their own layer, the
-    lowest stay. All layers are known only at the end of the prompt, so the peak is that of a full cache.
+    A token's importance in a layer is the attention it receives from all prompt rows, averaged over heads; all heads
+    keep the same tokens. p is determined by the budget. The paper finds it by binary search; we compute the limit of
+    that search directly: entries of all layers are ranked by the cumulative share before them in their own layer, and
+    the lowest are kept. No layer can be pruned before all layers have been read, so the peak memory is that of a full
+    cache.
 
     Not stated in the paper, or not clearly; we
-    - find p for every prompt; the paper finds layer sizes once, on ten samples, and reuses them;
-    - keep the first `sink` tokens and the last one, before all others, as the authors' code does;
-    - leave decoded tokens alone; the authors' code also drops one older token in a step, to keep to the ratio.
+    - compute p for every prompt; the paper computes layer sizes once, on ten samples, and reuses them;
+    - keep the first `sink` tokens and the last one before all others, as the authors' code does;
+    - never evict decoded tokens; the authors' code also evicts one older token per step, to maintain the ratio.
 
     Args:
-        budget: slots of all layers and heads together: share of the prompt, tokens per head on average, or bytes.
-        sink: first tokens that stay.
-        recent: newest tokens that stay.
-        prefill_rows: which prompt queries count: "all", or a number of sampled rows (ours).
+        budget: slots over all layers and heads: a share of the prompt, tokens per head on average, or bytes.
+        sink: number of first tokens that are always kept.
+        recent: number of newest tokens that are always kept.
+        prefill_rows: prompt queries that count for the scores: "all", or a number of sampled rows (not in the paper).
     """
 
     budget: float | int | str = 0.2
@@ -70,30 +74,36 @@ class PrefixKV(Method):
 
     def __post_init__(self) -> None:
         parse_budget(self.budget)
-        whole_number(self.name, "sink", self.sink, 0, "first tokens that always stay")
-        whole_number(self.name, "recent", self.recent, 0, "newest tokens that always stay")
+        whole_number(self.name, "sink", self.sink, 0, "first tokens that are always kept")
+        whole_number(self.name, "recent", self.recent, 0, "newest tokens that are always kept")
         check_rows(self.name, self.prefill_rows)
 
     @property
     def granularity(self) -> Granularity:
+        """All heads of a layer store the same tokens."""
         return "layer"
 
     @property
     def observes(self) -> Observes:
+        """All prompt queries."""
         return Observes(queries="all")
 
     @property
     def decides(self) -> tuple[When, ...]:
+        """Evicts after the last layer's prefill."""
         return ("after_prefill",)
 
     def begin(self, request: PromptView) -> PrefixKVState:
+        """Return an empty state."""
         return PrefixKVState()
 
     def prefill(self, view: PrefillView) -> None:
+        """Compute the scores of one layer."""
         sums = prompt_scores(view, self.prefill_rows).sum(1)
         view.state.scores.append(sums.masked_fill(~view.prompt.real, 0.0))
 
     def after_prefill(self, view: PromptEndView) -> list[Decision]:
+        """Find p and the prefix of every layer."""
         state: PrefixKVState = view.state
         request, prompt = view.request, view.request.prompt
         scores, state.scores = torch.stack(state.scores, 1), []  # [B, L, C]
@@ -104,14 +114,14 @@ class PrefixKV(Method):
         return [Decision(keep=keep[:, layer, None]) for layer in range(keep.shape[1])]
 
     def results(self, view: ResultView) -> Results:
-        """The share p that every layer keeps and each layer's tokens per head, for each sequence."""
+        """Return the share p that every layer keeps and the tokens per head of every layer, for each sequence."""
         share, tokens = view.state.share, view.state.tokens
         if share is None or tokens is None:
             return Results()
         return Results({"share": share.tolist(), "tokens": tokens.tolist()}, layer_tokens=tokens)
 
     def _protected(self, real: Tensor) -> Tensor:
-        """Which columns go first, and in which order: int64 [B, C], 0 for none, else the higher the earlier."""
+        """Return the priority of protected columns: int64 [B, C], 0 for other columns; higher is selected earlier."""
         age, place = from_end(real), real.cumsum(-1)
         recent = torch.where(real & (age <= self.recent), self.sink + self.recent + 1 - age, 0)
         sink = torch.where(real & (place <= self.sink), self.sink + 1 - place, 0)
@@ -119,27 +129,29 @@ class PrefixKV(Method):
 
 
 def common_prefix(scores: Tensor, real: Tensor, protected: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
-    """Prefixes of all layers' rankings that hold the same share of their layer's attention.
+    """Select the prefixes of all layers' rankings that hold the same share of their layer's attention.
 
     Args:
         scores: [B, L, C], not negative, 0 at padding.
-        real: bool [B, C]. protected: int64 [B, C], 0 or the rank before all others, see `PrefixKV._protected`.
-        totals: int64 [B], tokens of all layers together.
+        real: bool [B, C].
+        protected: int64 [B, C], priority over all other columns, or 0; see `PrefixKV._protected`.
+        totals: int64 [B], tokens over all layers.
 
     Returns:
-        keep bool [B, L, C] with min(totals, real columns of all layers) marks, and the share p [B] float64: every layer
-        keeps as many of its best tokens as hold p of it, but for the one token at which the total is reached.
+        keep, bool [B, L, C] with min(totals, real columns of all layers) marks, and the share p, float64 [B]. Every
+        layer keeps as many of its best tokens as hold p of its attention, except for the one token at which the total
+        is reached.
     """
     batch, layers, columns = scores.shape
     attention_sum = scores.double()
     first, real = protected[:, None].expand_as(attention_sum), real[:, None].expand_as(attention_sum)
-    # protected ones in their order, then by score, padding last; equal scores: the lower column
+    # protected columns by priority, then by score, padding last; ties go to the lower column
     order = attention_sum.masked_fill(~real, -1.0).argsort(dim=-1, descending=True, stable=True)
     order = order.gather(-1, first.gather(-1, order).argsort(dim=-1, descending=True, stable=True))
     ranked = attention_sum.gather(-1, order)
     before = (ranked.cumsum(-1) - ranked) / ranked.sum(-1, keepdim=True).clamp_min(torch.finfo(torch.float64).tiny)
     before = before.cummax(-1).values  # rounding must not let a later entry overtake an earlier one
-    # Protected ones cost a layer nothing: the first of every layer go before the second of any.
+    # Protected columns cost nothing: the first of every layer are selected before the second of any layer.
     place = torch.arange(columns, device=scores.device, dtype=torch.float64)
     cost = torch.where(first.gather(-1, order) > 0, place - columns, before)
     cost = cost.masked_fill(~real.gather(-1, order), torch.inf)

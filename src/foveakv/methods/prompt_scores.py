@@ -1,4 +1,4 @@
-"""Cumulative attention of a prompt: what every column received from the prompt's own queries."""
+"""Cumulative attention of prompt columns, from the prompt's own queries."""
 
 from __future__ import annotations
 
@@ -15,10 +15,17 @@ from foveakv.methods.views import PrefillView
 
 
 def prompt_scores(view: PrefillView, rows: Literal["all"] | int) -> Tensor:
-    """Attention that every prompt column got from the prompt's queries, summed over the query group: [B, H, C].
+    """Compute the attention every prompt column receives from the prompt's queries, summed over the query group.
 
-    Whether the prompt's queries count in Eq. 5 is not stated in the paper; we count them. `rows="all"` is exact. With
-    a number (ours), a quarter of the rows are the last ones and the others, evenly spaced, stand for all earlier ones.
+    HAE (arXiv 2602.02197) does not state whether the prompt's queries count in Eq. 5; we count them.
+
+    Args:
+        view: the layer.
+        rows: "all" sums over all queries. With a number of rows (not in the paper) the sums are estimated: a quarter of
+            them are the last rows; the others are evenly spaced and represent all earlier rows.
+
+    Returns:
+        [B, H, C], float32 or float64.
     """
     real = view.prompt.real
     lengths = real.sum(-1)
@@ -28,10 +35,10 @@ def prompt_scores(view: PrefillView, rows: Literal["all"] | int) -> Tensor:
         return _sums(view, order[:, :width], torch.arange(width, device=real.device) < lengths[:, None])
     last = max(rows // 4, 1)
     early = rows - last
-    # Rows of one sequence, by number: `early` of the first T - last, then the last ones.
+    # `early` rows out of the first T - last, then the `last` rows.
     before = (lengths - last).clamp_min(0)[:, None]
     steps = torch.arange(early, device=real.device)
-    spread = (steps * before) // max(early, 1)  # distinct while before >= early, else some repeat
+    spread = (steps * before) // max(early, 1)  # distinct if before >= early, else some repeat
     distinct = torch.cat([torch.ones_like(before, dtype=torch.bool), spread[:, 1:] != spread[:, :-1]], -1)[:, :early]
     distinct = distinct & (spread < before)
     tail = lengths[:, None] - 1 - torch.arange(last, device=real.device)
@@ -47,7 +54,11 @@ def _sums(view: PrefillView, rows: Tensor, valid: Tensor) -> Tensor:
 
 
 def check_rows(name: str, rows: str | int) -> None:
-    """Validates an option `prefill_rows`."""
+    """Validate the option `prefill_rows` of the method `name`.
+
+    Raises:
+        MethodError: it is neither "all" nor a whole number above 0.
+    """
     if not (isinstance(rows, str) and rows == "all") and (
         isinstance(rows, bool) or not isinstance(rows, Integral) or rows < 1
     ):

@@ -1,4 +1,4 @@
-"""PyramidKV: SnapKV with budgets that shrink from the first layer to the last (Cai et al., arXiv 2406.02069)."""
+"""PyramidKV: SnapKV with budgets that decrease from the first layer to the last (Cai et al., arXiv 2406.02069)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ from foveakv.methods.views import PrefillView
 
 @dataclass
 class PyramidKV(SnapKV):
-    """SnapKV's choice, with budgets that fall in a straight line from the first layer to the last.
+    """Select tokens as SnapKV does, with budgets that decrease linearly from the first layer to the last.
 
-    With b tokens beyond the window in the mean, the last layer keeps b / beta of them and the first 2 b - b / beta.
-    The paper gives both ends and the line between them (its section on budget allocation). Not stated; we clip the
-    first layer at the prompt and flatten the line, so that other layers get what it cannot use, and round so that the
-    layers together hold exactly `budget` tokens per layer. `window` and `kernel` are SnapKV's (the paper's window is
-    8).
+    If the mean budget is b tokens in addition to the window, the last layer keeps b / beta of them and the first
+    2 b - b / beta. The paper states both ends and the linear decrease (section on budget allocation).
+
+    Not stated in the paper; we clip the first layer at the length of the prompt and flatten the slope, so that the
+    other layers get the surplus, and round such that the mean over layers is `budget` tokens.
+
+    Args:
+        budget, window, kernel, window_share: as in `SnapKV` (the paper's window is 8).
+        beta: the last layer keeps b / beta tokens in addition to the window.
     """
 
     beta: int = 20
@@ -31,9 +35,10 @@ class PyramidKV(SnapKV):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        whole_number(self.name, "beta", self.beta, 1, "the last layer keeps this part of the mean budget")
+        whole_number(self.name, "beta", self.beta, 1, "the last layer keeps 1 / beta of the mean budget")
 
     def layer_tokens(self, view: PrefillView) -> Tensor:
+        """Return the tokens that every head of this layer keeps: int64 [B]."""
         size = view.budget_tokens(self.budget)
         window = self.window_tokens(size)
         pairs = zip((size - window).tolist(), (view.request.prompt.lengths - window).tolist(), strict=True)
@@ -44,16 +49,22 @@ class PyramidKV(SnapKV):
 
 
 def pyramid(mean: int, most: int, layers: int, beta: int) -> list[int]:
-    """Tokens of every layer, first to last: in a straight line, at most `most`, and layers * mean in all.
+    """Return the tokens of every layer, first to last: linearly decreasing, at most `most`, layers * mean in total.
 
-    mean: tokens in the mean, at most `most`. The last layer gets mean // beta, the first 2 * mean - mean // beta; where
-    that is more than `most` it gets `most`, and the last one what makes the mean right again.
+    The last layer gets mean // beta tokens and the first 2 * mean - mean // beta. If that exceeds `most`, the first
+    layer gets `most`, and the last layer as many as preserve the mean.
+
+    Args:
+        mean: mean tokens per layer, at most `most`.
+        most: the most tokens that a layer can keep.
+        layers: number of layers.
+        beta: as in `PyramidKV`.
     """
     if layers == 1:
         return [mean]
     first = min(2 * mean - mean // beta, most)
     fall = 2 * (first - mean)  # from the first layer to the last
-    # in integers: rounding the running sum and not each layer keeps the total
+    # Integer arithmetic: rounding the running sum instead of each layer preserves the total.
     steps = 2 * (layers - 1)
     sums = [(steps * first * n - fall * n * (n - 1)) // steps for n in range(layers + 1)]
     return [after - before for before, after in itertools.pairwise(sums)]

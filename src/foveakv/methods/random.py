@@ -1,4 +1,4 @@
-"""Random visual tokens: the floor that every method must beat."""
+"""Random selection of visual tokens, a lower baseline for every method."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ from foveakv.methods.views import Decision, Granularity, PrefillView
 
 @dataclass
 class Random(Method):
-    """Keep all text and, up to `budget` tokens, visual tokens drawn at random (`seed`), the same in every layer.
+    """Keep all text and randomly selected visual tokens, up to `budget` tokens, the same in every layer.
 
-    The draw depends on the seed and the visual token's number alone, so a prompt keeps the same tokens in any batch.
+    The selection depends only on the seed and on the index of a visual token in its prompt, so a prompt keeps the same
+    tokens in any batch.
+
+    Args:
+        budget: tokens to keep, text included: a share of the prompt, tokens per head, or bytes.
+        seed: seed of the random generator.
     """
 
     budget: float | int | str = 0.2
@@ -33,9 +38,11 @@ class Random(Method):
 
     @property
     def granularity(self) -> Granularity:
+        """All layers and heads store the same tokens."""
         return "token"
 
     def prefill(self, view: PrefillView) -> Decision:
+        """Keep all text and the selected visual tokens."""
         visual = view.prompt.visual
         generator = torch.Generator().manual_seed(self.seed)
         draw = torch.rand(visual.shape[1], generator=generator).to(visual.device)

@@ -1,7 +1,7 @@
-"""The registry: `get("hae", budget=0.2)`, `available()`, `register(MyMethod)`.
+"""Registry of methods: `get("hae", budget=0.2)`, `available()`, `register(MyMethod)`.
 
-Built-in methods are found by their files: a class in this folder with a line `name: ClassVar[str] = "..."` is a method.
-Nothing is imported to find them, and there is no list to edit.
+Built-in methods are discovered from the source files of this package: a class with a line `name: ClassVar[str] = "..."`
+is a method. Discovery imports nothing, and there is no list to maintain.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _REGISTERED: dict[str, type[Method]] = {}
 
 @functools.cache
 def _built_in() -> dict[str, tuple[str, str]]:
-    """Name -> module and class of every method of this folder."""
+    """Map the name of every built-in method to its module and class."""
     found = {}
     for file in sorted(Path(__file__).parent.glob("*.py")):
         text = file.read_text(encoding="utf8")
@@ -35,20 +35,20 @@ def _built_in() -> dict[str, tuple[str, str]]:
 
 
 def class_names() -> dict[str, str]:
-    """Class name -> module of every built-in method, for `from foveakv import HAE`."""
+    """Map the class name of every built-in method to its module, for `from foveakv import HAE`."""
     return {cls: module for module, cls in _built_in().values()}
 
 
 def available() -> list[str]:
-    """Names of all methods, built-in and registered, sorted."""
+    """Return the names of all methods, built-in and registered, sorted."""
     return sorted({*_built_in(), *_REGISTERED})
 
 
 def find(name: str) -> type[Method]:
-    """The class with this name.
+    """Return the class of the method `name`.
 
     Raises:
-        MethodError: there is none; the message names the nearest one.
+        MethodError: there is no such method; the message suggests the closest name.
     """
     if name in _REGISTERED:
         return _REGISTERED[name]
@@ -59,9 +59,12 @@ def find(name: str) -> type[Method]:
 
 
 def get(name: str, **options: Any) -> Method:
-    """A method by name with its options; unknown options raise `MethodError` with the nearest option.
+    """Create a method by name, with its options.
 
-    `preset` names settings that go together, which the options change: `get("hybridkv", preset="small", budget=0.1)`.
+    `preset` selects a set of options, which other options override: `get("hybridkv", preset="small", budget=0.1)`.
+
+    Raises:
+        MethodError: the name, the preset or an option is unknown or invalid, or a required option is missing.
     """
     cls = find(name)
     fields = [f.name for f in dataclasses.fields(cls) if f.init]
@@ -87,7 +90,11 @@ def _has_default(field: dataclasses.Field[Any]) -> bool:
 
 
 def register(cls: type[Method]) -> type[Method]:
-    """Adds a method class under its `name`; usable as a decorator. Built-in names cannot be taken."""
+    """Register a method class under its `name`; usable as a decorator.
+
+    Raises:
+        MethodError: the class has no `name`, or it is the name of a built-in method.
+    """
     if not cls.name:
         raise MethodError(f"{cls.__name__} needs a class attribute `name`")
     if cls.name in _built_in():
@@ -97,5 +104,6 @@ def register(cls: type[Method]) -> type[Method]:
 
 
 def near(word: str, words: list[str]) -> str:
+    """Return a hint such as " (did you mean 'hae'?)" with the closest of `words`; empty if none is close."""
     match = difflib.get_close_matches(word, words, n=1)
     return f" (did you mean {match[0]!r}?)" if match else ""

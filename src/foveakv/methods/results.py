@@ -1,4 +1,4 @@
-"""What methods report about a request, in types that need no knowledge of the method."""
+"""Results that methods report about a request, in types that are independent of the method."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from foveakv.methods.views import State
 
 @dataclass
 class HeadMaps(State):
-    """One entry per KV head, CPU tensors [B, L, H].
+    """Maps with one entry per KV head, CPU tensors [B, L, H].
 
-    scores: the value that heads were classified by. static: bool, False for heads that read chunks. budgets: int64
-    slots. slots: int64 slots on the device after the prompt, chosen chunks included.
+    scores: the values that heads were classified by. static: bool, False for heads that read chunks. budgets: int64,
+    slots. slots: int64, slots on the device after the prompt, chosen chunks included.
     """
 
     scores: Tensor
@@ -28,9 +28,9 @@ class HeadMaps(State):
 class Results:
     """What a method did to one request.
 
-    figures: plain values for reports (numbers, texts, lists and dicts of them). heads: classes and budgets per head,
-    from methods that have them. layer_tokens: int64 [B, L], tokens per head of every layer, from methods that share a
-    budget among layers. notes: what a reader must know before quoting figures, one sentence each.
+    figures: plain values for reports (numbers, strings, lists and dicts of them). heads: classes and budgets per head,
+    if the method classifies heads. layer_tokens: int64 [B, L], tokens per head of every layer, if the method allocates
+    budgets per layer. notes: caveats for readers of the figures, one sentence each.
     """
 
     figures: dict[str, Any] = field(default_factory=dict)

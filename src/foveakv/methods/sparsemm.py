@@ -1,4 +1,4 @@
-"""SparseMM: more slots for the heads that look at pictures (Wang et al., arXiv 2506.05344)."""
+"""SparseMM: larger budgets for visual heads (Wang et al., arXiv 2506.05344)."""
 
 from __future__ import annotations
 
@@ -25,28 +25,32 @@ _HOW = (
 
 @dataclass
 class SparseMMState(State):
-    """beyond: int64 [B, L, H], slots of every head beyond the window."""
+    """State of one request. beyond: int64 [B, L, H], slots of every head in addition to the window."""
 
     beyond: Tensor
 
 
 @dataclass
 class SparseMM(SnapKV):
-    """SnapKV's choice, with a budget for every head of every layer by how strongly it follows the pictures.
+    """Select tokens as SnapKV does, with a budget for every head of every layer by its visual score.
 
-    A head gets three parts: the window; an equal share of `ratio` of what the budget leaves beyond the window; and of
-    the other slots a share in proportion to its visual score, over all heads of all layers (the paper's section on
-    SparseMM: local window cache, uniform-based cache, score-preferred cache). Scores are made once per model and read
-    from a file.
+    The budget of a head has three parts: the window; an equal share of `ratio` of the slots that remain after the
+    window; and a share of the other slots in proportion to its visual score, over all heads of all layers (the paper's
+    section on SparseMM: local window cache, uniform-based cache, score-preferred cache). Scores are measured once per
+    model and read from a file.
 
-    Not stated; we let the sum of all budgets be exact, clip a head at its prompt and hand the surplus on to the others
-    in proportion, and share equally where all scores are 0. A score of a KV head is the sum over its query heads, as in
-    the authors' code.
+    Not stated in the paper; we make the sum of all budgets equal to the total, clip a head at the length of its prompt
+    and redistribute the surplus in proportion, and share equally if all scores are 0. The score of a KV head is the sum
+    over its query heads, as in the authors' code.
 
     Args:
-        head_scores: a file of `foveakv.analysis.head_scores.save_head_scores` (.json or .safetensors), or the numbers
-            themselves, `[layers, KV heads]`: one row for every layer of the decoder, none of them negative.
-        ratio: of the slots beyond the window, the part that all heads share equally.
+        budget, window, kernel, window_share: as in `SnapKV`; the budget is the mean over heads.
+        head_scores: a file written by `foveakv.analysis.head_scores.save_head_scores` (.json or .safetensors), or
+            non-negative numbers `[layers, KV heads]` with one row for every layer of the decoder.
+        ratio: share of the slots in addition to the window that is split equally among all heads.
+
+    Raises:
+        MethodError: an option is invalid, the file cannot be read, or its scores do not fit the model.
     """
 
     head_scores: str | Path | Sequence[Sequence[float]] | Tensor | None = None
@@ -57,11 +61,11 @@ class SparseMM(SnapKV):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        share(self.name, "ratio", self.ratio, meaning="of the slots beyond the window, what all heads share equally")
-        self._scores = self._read()  # once, so that a file that is wrong, or changes, hurts no run under way
+        share(self.name, "ratio", self.ratio, meaning="of the slots besides the window, split equally among heads")
+        self._scores = self._read()  # read once: errors are raised here, and later changes of the file have no effect
 
     def _read(self) -> Tensor:
-        """[layers, KV heads] float64, all >= 0."""
+        """Return the scores [layers, KV heads], float64, not negative."""
         if self.head_scores is None:
             raise MethodError(f"sparsemm: head_scores must be given; {_HOW}")
         if isinstance(self.head_scores, (str, Path)):
@@ -69,6 +73,7 @@ class SparseMM(SnapKV):
         return read_head_scores(self.head_scores, "sparsemm: head_scores")
 
     def begin(self, request: PromptView) -> SparseMMState:
+        """Check that the scores fit the model and allocate a budget to every head."""
         geometry, scores = request.geometry, self._scores
         if scores.shape != (request.decoder_layers, geometry.kv_heads):
             raise MethodError(
@@ -82,14 +87,16 @@ class SparseMM(SnapKV):
         return SparseMMState(torch.stack([head_budgets(scores, mean, most, self.ratio) for mean, most in pairs]))
 
     def prefill(self, view: PrefillView) -> Decision:
+        """Keep the window and each head's best-scored tokens before it."""
         size = view.budget_tokens(self.budget)
         window, score = self.window_and_scores(view, size)
-        score = self.smooth(score.masked_fill(window[:, None], 0.0))  # the window stays: it must not lift neighbours
+        score = self.smooth(score.masked_fill(window[:, None], 0.0))  # pooling must not spread the window's scores
         score = score.masked_fill((window | ~view.prompt.real)[:, None], -torch.inf)
         beyond = view.state.beyond[:, view.compressed_idx].to(score.device)  # [B, H]
         return Decision(keep=keep_top(score, beyond) | window[:, None])
 
     def describe(self) -> dict[str, Any]:
+        """Return the settings as plain values; scores given as numbers are described by their shape."""
         given = self.head_scores
         if given is not None and not isinstance(given, (str, Path)):
             layers, heads = self._scores.shape
@@ -98,9 +105,9 @@ class SparseMM(SnapKV):
 
 
 def head_budgets(scores: Tensor, mean: int, most: int, ratio: float) -> Tensor:
-    """Slots of every head, int64 [L, H]: at most `most` each and exactly mean * L * H in all.
+    """Return the slots of every head: int64 [L, H], at most `most` each and mean * L * H in total.
 
-    scores: float64 [L, H]. ratio: the part that is shared equally.
+    scores: float64 [L, H]. ratio: share of the slots that is split equally.
     """
     flat = scores.flatten()
     equal = torch.full_like(flat, 1 / flat.numel())

@@ -1,4 +1,4 @@
-"""StreamingLLM: a few attention sinks and a window of recent tokens (Xiao et al., arXiv 2309.17453, Sec. 3)."""
+"""StreamingLLM: attention sinks and a window of recent tokens (Xiao et al., arXiv 2309.17453, Sec. 3)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from foveakv.methods.views import Decision, DecodeView, Evict, Granularity, Pref
 
 @dataclass
 class StreamingState(State):
-    """size: int64 [B], tokens that stay, on the host. lost: int64 [B], prompt columns (padding included) not stored."""
+    """State of one request, on the CPU.
+
+    size: int64 [B], tokens to keep. lost: int64 [B], prompt columns that are not stored (padding included).
+    """
 
     size: Tensor
     lost: Tensor
@@ -24,9 +27,13 @@ class StreamingState(State):
 
 @dataclass
 class Streaming(Method):
-    """Keep the first `sink` tokens and the newest ones, `budget` tokens in all, while decoding too.
+    """Keep the first `sink` tokens and the newest ones, `budget` tokens in total, also while decoding.
 
-    The paper re-assigns positions inside the cache; here tokens keep theirs, as everywhere in this library.
+    Unlike in the paper, positions are not reassigned within the cache; tokens keep theirs, as with every method.
+
+    Args:
+        budget: tokens to keep: a share of the prompt, tokens per head, or bytes.
+        sink: number of first tokens that are always kept.
     """
 
     budget: float | int | str = 0.2
@@ -36,34 +43,39 @@ class Streaming(Method):
 
     def __post_init__(self) -> None:
         parse_budget(self.budget)
-        checks.whole_number(self.name, "sink", self.sink, 0, "oldest tokens that always stay")
+        checks.whole_number(self.name, "sink", self.sink, 0, "oldest tokens that are always kept")
 
     @property
     def granularity(self) -> Granularity:
+        """All layers and heads store the same tokens."""
         return "token"
 
     @property
     def decides(self) -> tuple[When, ...]:
+        """Evicts at the end of the prompt and while decoding."""
         return "prefill", "decode"
 
     def begin(self, request: PromptView) -> StreamingState:
+        """Compute how many tokens every sequence keeps."""
         size = request.budget_tokens(self.budget, steady=True).cpu()
         stored = torch.minimum(size, request.prompt.lengths.cpu())
         return StreamingState(size, request.prompt.columns - stored)
 
     def prefill(self, view: PrefillView) -> Decision:
+        """Keep the sinks and the newest tokens of the prompt."""
         size = view.budget_tokens(self.budget, steady=True)
-        # Rank among real tokens, so that padding takes no part in sink or window.
+        # Rank among real tokens, so that padding does not count as sink or window.
         rank = view.prompt.real.cumsum(-1) - 1
         first_recent = view.prompt.lengths - (size - self.sink).clamp_min(1)
         keep = (rank < torch.minimum(size - 1, size.new_tensor(self.sink))[:, None]) | (rank >= first_recent[:, None])
         return Decision(keep=keep[:, None])
 
     def decode(self, view: DecodeView) -> Decision | None:
-        """The window is a ring: the slots behind the sinks. The newest tokens move, in order, into those of the oldest.
+        """Evict the oldest tokens of the window.
 
-        Until it is full for the first time slots lie in the order of tokens, which is a ring that begins with its first
-        slot. Each token that leaves lets it begin one slot later.
+        The slots after the sinks are a ring buffer: the newest tokens move, in order, into the slots of the oldest.
+        Until the window is full for the first time, slots are stored in the order of tokens, which is a ring that
+        starts at its first slot. Each evicted token moves the start by one slot.
         """
         state: StreamingState = view.state
         lengths, sizes = view.slots.sequence_lengths, state.size.tolist()
@@ -78,7 +90,7 @@ class Streaming(Method):
             turn = min(count, window)
             begin = view.seen - lost - length + count - turn
             leaving = [sinks + (begin + i) % window for i in range(turn)]
-            leaving += range(size, size + count - turn)  # more tokens in one step than the window holds
+            leaving += range(size, size + count - turn)  # if one step has more tokens than the window holds
             slots.append(leaving + [0] * (most - count))
         if most == 1 and slots.count(slots[0]) == len(slots):
             return Decision(evict=Evict(slots[0][0], counts))

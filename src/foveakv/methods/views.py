@@ -1,7 +1,7 @@
-"""What a method sees of a request, and what it decides.
+"""The interface between methods and engines: views that methods receive, and decisions that they return.
 
-A method never holds a cache. The engine (`foveakv.engines`) shows it views, plain data classes of tensors and read-only
-facts, and carries out the `Decision` that it returns.
+A method has no access to the cache. The engine (`foveakv.engines`) passes it views, which are dataclasses of tensors
+and read-only facts, and carries out the `Decision` that it returns.
 
 Notation: B sequences, L compressed layers, H KV heads, G query heads per KV head (Hq = H * G), C prompt columns, D and
 Dv key and value dimensions, q new tokens, M the most slots that a head stores. A slot is the key and value of one token
@@ -21,21 +21,23 @@ from foveakv.core.budget import Geometry, parse_budget
 from foveakv.core.prompt import PromptMap
 
 Granularity = Literal["token", "layer", "head"]
-"""Which slots may differ: "token": all layers and heads store the same tokens; "layer": all heads of a layer do;
-"head": every head of every layer stores its own."""
+"""How finely the stored tokens may differ. "token": all layers and heads store the same tokens. "layer": all heads of a
+layer store the same tokens. "head": every head of every layer stores its own tokens."""
 
 When = Literal["prefill", "after_prefill", "decode", "read"]
+"""The hooks of `Method` that make decisions."""
 
 
 @dataclass(frozen=True)
 class Observes:
-    """What a method reads beyond the keys and values of the prompt.
+    """What a method reads in addition to the keys and values of the prompt.
 
-    queries: the prompt's query rows that `prefill` reads: none, a window at its end, the text rows, or all.
-    attention_sum: what every slot receives in each decode step.
-    steps: every decode step (`decode` is called even when the method evicts nothing there).
-    second_pass: the queries of a second pass, in which the model reads the whole prompt again behind itself. `prefill`
-        is then called during that pass, and `view.repeated` holds its queries.
+    Args:
+        queries: the prompt's query rows that `prefill` reads: none, a window at its end, the text rows, or all.
+        attention_sum: the attention sum of every slot in each decode step.
+        steps: every decode step; `decode` is called even if the method never evicts while decoding.
+        second_pass: the queries of a second pass, in which the model reads the whole prompt again after itself.
+            `prefill` is then called during that pass, and `view.repeated` has its queries.
     """
 
     queries: Literal["none", "window", "text", "all"] = "none"
@@ -49,20 +51,20 @@ class Observes:
 
 @dataclass
 class State:
-    """What a method remembers of one request. The method makes it in `begin`, the engine keeps it.
+    """Base class of a method's per-request state. The method creates it in `begin`, and the engine stores it.
 
-    Subclasses are data classes. Tensors in their fields are [B, ...], also those inside lists, tuples and dicts, and
-    follow every reordering of the batch (beam search) by themselves.
+    Subclasses are dataclasses. All tensors in their fields, including those in lists, tuples and dicts, have shape
+    [B, ...] and are reordered with the batch automatically (beam search).
     """
 
     def select_sequences(self, index: Tensor) -> None:
-        """Sequence i becomes the former sequence index[i]; index int64 [B']."""
+        """Select sequences: sequence i becomes the former sequence index[i]; index: int64 [B']."""
         for each in fields(self):
             setattr(self, each.name, _selected(getattr(self, each.name), index))
 
     @property
     def nbytes(self) -> int:
-        """Storage bytes of all tensors of the state; each storage counts once."""
+        """Storage bytes of all tensors of the state; shared storage counts once."""
         memory = (tensor.untyped_storage() for tensor in _tensors(self))
         return sum({each.data_ptr(): each.nbytes() for each in memory}.values())
 
@@ -97,10 +99,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 @dataclass
 class PromptView:
-    """The whole prompt, before its first layer is read, and the sizes of the cache.
+    """The complete prompt, before the first layer processes it, and the sizes of the cache.
 
-    prompt: what every column is, [B, C]. geometry: batch, context lengths, layers, heads, dimensions. layers: the
-    model's indices of the L compressed layers. decoder_layers: all layers of the decoder, compressed or not.
+    prompt: map of the columns, [B, C]. geometry: batch, context lengths, layers, heads, dimensions. layers: the model's
+    indices of the L compressed layers. decoder_layers: number of all decoder layers, compressed or not.
     """
 
     prompt: PromptMap
@@ -110,9 +112,9 @@ class PromptView:
     _tokens: dict[Any, Tensor] = field(default_factory=dict, repr=False)
 
     def budget_tokens(self, budget: float | int | str, *, steady: bool = False) -> Tensor:
-        """Tokens per KV head that a budget allows each sequence: int64 [B], on the prompt's device.
+        """Return the tokens per KV head that a budget allows each sequence: int64 [B], on the prompt's device.
 
-        With `steady`, for methods that evict while decoding, it may exceed the prompt; see `Budget.steady`.
+        steady: for methods that evict while decoding; the result may exceed the prompt, see `Budget.steady`.
         """
         key = budget, steady
         if key not in self._tokens:
@@ -122,17 +124,17 @@ class PromptView:
         return self._tokens[key]
 
     def budget_slots(self, budget: float | int | str) -> Tensor:
-        """Slots over all layers and heads that a budget allows each sequence: int64 [B], on the CPU."""
+        """Return the slots over all layers and heads that a budget allows each sequence: int64 [B], on the CPU."""
         return parse_budget(budget).slots(self.geometry)
 
 
 @dataclass
 class LayerView:
-    """What all views of one layer share.
+    """Base class of the views of one layer.
 
     layer_idx: the model's index of the layer. compressed_idx: its index among the compressed layers, from 0. query: [B,
     Hq, q, D], after RoPE; query heads h * G ... h * G + G - 1 read KV head h. scaling: the factor of q . k. request:
-    facts about the whole prompt. state: what `begin` returned.
+    the complete prompt. state: what `begin` returned.
     """
 
     layer_idx: int
@@ -143,7 +145,7 @@ class LayerView:
     state: Any
 
     def budget_tokens(self, budget: float | int | str, *, steady: bool = False) -> Tensor:
-        """Tokens per KV head that a budget allows each sequence: int64 [B]; see `PromptView.budget_tokens`."""
+        """Return the tokens per KV head that a budget allows each sequence; see `PromptView.budget_tokens`."""
         return self.request.budget_tokens(budget, steady=steady)
 
 
@@ -151,8 +153,8 @@ class LayerView:
 class Repeated:
     """One layer of a second pass, in which row c reads the token of prompt column c again, after the whole prompt.
 
-    query: [B, Hq, C, D]. keys: [B, H, C, D], what the pass itself adds: row c attends to all real prompt columns and to
-    columns 0 ... c of these.
+    query: [B, Hq, C, D]. keys: [B, H, C, D], keys of the second pass. Row c attends to all real prompt columns and to
+    columns 0 ... c of these keys.
     """
 
     query: Tensor
@@ -163,12 +165,12 @@ class Repeated:
 class PrefillView(LayerView):
     """One layer at the end of its prefill, before anything is evicted.
 
-    `keys` [B, H, C, D] (after RoPE) and `values` [B, H, C, Dv] are dense; column c of sequence b is token
-    `positions[b, c]` (int64), and `prompt` describes the same C columns. `query` has C rows too, or the rows of the
-    last chunk only when the prefill came in chunks and the method does not ask for more in `needs_queries`. `visible`
-    gives the attention mask of some query rows (int64 [B, n] of columns -> bool [B, 1, n, C]); None means plain causal
-    attention without padding. `pruned`: tokens have left the residual stream before this layer, so that C may be
-    smaller than the prompt. `repeated`: the second pass, for methods that observe one.
+    `keys` [B, H, C, D] (after RoPE) and `values` [B, H, C, Dv] are dense. Column c of sequence b is token
+    `positions[b, c]` (int64), and `prompt` describes the same C columns. `query` has C rows too, or only the rows of
+    the last chunk of a chunked prefill if `needs_queries` is False. `visible` returns the attention mask of some query
+    rows (columns int64 [B, n] -> bool [B, 1, n, C]); None means plain causal attention without padding. `pruned`:
+    whether tokens were pruned from the residual stream before this layer, so that C may be smaller than the prompt.
+    `repeated`: the second pass, for methods that observe one.
     """
 
     keys: Tensor
@@ -182,24 +184,26 @@ class PrefillView(LayerView):
 
 @dataclass
 class PromptEndView:
-    """All layers of the prompt have been read. request: facts about the prompt; state: what `begin` returned."""
+    """The end of the prompt, after the last layer. request: the complete prompt. state: what `begin` returned."""
 
     request: PromptView
     state: Any
 
 
 class Slots(Protocol):
-    """The slots that one layer stores, with a method's own values per slot (fields).
+    """The stored slots of one layer, with per-slot values of the method (fields).
 
-    "Padded" tensors are [B, H, M]; entries at or beyond a head's length mean nothing. Slots are stored in the order of
-    tokens, until a decision evicts single slots (`Evict`); who needs the order of tokens reads positions.
+    Padded tensors are [B, H, M]; entries at or beyond a head's length are undefined. Slots are stored in the order of
+    tokens until a decision evicts single slots (`Evict`); positions give the order of tokens in any case.
     """
 
     @property
-    def batch(self) -> int: ...
+    def batch(self) -> int:
+        """B."""
 
     @property
-    def heads(self) -> int: ...
+    def heads(self) -> int:
+        """H."""
 
     @property
     def max_length(self) -> int:
@@ -207,39 +211,40 @@ class Slots(Protocol):
 
     @property
     def lengths(self) -> Tensor:
-        """int64 [B, H] on the CPU."""
+        """Number of slots per head: int64 [B, H], on the CPU."""
 
     @property
     def sequence_lengths(self) -> list[int]:
-        """[B], the lengths of the first heads, for methods whose heads store equally many."""
+        """Number of slots in the first head, [B], for methods whose heads all store the same number."""
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """Device of the stored tensors."""
 
     @property
     def uniform(self) -> bool:
         """Whether all heads of all sequences store M slots."""
 
     def positions(self) -> Tensor:
-        """[B, H, M] integers, -1 beyond a head's length; read-only."""
+        """Return the positions of the slots: integers [B, H, M], -1 beyond a head's length; read-only."""
 
     def valid(self) -> Tensor:
-        """bool [B, H, M]: where a slot is stored."""
+        """Return where slots are stored: bool [B, H, M]."""
 
     def keys(self) -> Tensor:
-        """[B, H, M, D], zeros beyond a head's length: a copy, for analyses."""
+        """Return a copy of the keys, for analyses: [B, H, M, D], zeros beyond a head's length."""
 
     def field(self, name: str) -> Tensor:
-        """[B, H, M], read-only."""
+        """Return a field: padded [B, H, M], read-only."""
 
     def add(self, name: str, amounts: Tensor) -> None:
-        """Adds amounts [B, H, M] to a field."""
+        """Add amounts [B, H, M] to a field."""
 
     def put(self, name: str, slots: Tensor, counts: list[int], value: float) -> None:
-        """Sets a field at single slots; slots [B, H or 1, n] and counts as in `Evict`."""
+        """Set a field at single slots; slots [B, H or 1, n] and counts as in `Evict`."""
 
     def set_field(self, name: str, padded: Tensor) -> None:
-        """Replaces a field by padded [B, H, M]."""
+        """Replace a field by padded [B, H, M]."""
 
     def add_and_find(
         self,
@@ -252,11 +257,14 @@ class Slots(Protocol):
         by_position: bool,
         mark: str | None = None,
     ) -> Tensor | None:
-        """`add`, and the lowest value of every group in the same pass: int64 [B, H or 1, 1]; None = not available here.
+        """Add amounts to a field and find the slot with the lowest value of every group in the same pass.
 
         A group is a head, or without `per_head` a sequence, whose heads' values are summed. Candidates are the slots
-        from `low` on, below `high` (one of each per group), counted by position or by slot. mark: a bool field; marked
-        slots are no candidates, and the one that is found becomes marked. Where it returns None nothing was added.
+        from `low` on and below `high` (one of each per group), counted by position or by slot. mark: a bool field;
+        marked slots are not candidates, and the slot that is found becomes marked.
+
+        Returns:
+            Slots int64 [B, H or 1, 1]; None if this is not available, in which case nothing was added.
         """
 
 
@@ -264,8 +272,9 @@ class Slots(Protocol):
 class DecodeView(LayerView):
     """One layer after the attention of a decode step (or of a later turn's q > 1 tokens); the new slots are stored.
 
-    `attention_sum` [B, H, M] is what every slot received in this step, summed over the query group and the q queries;
-    None unless the method observes it. `seen` counts all tokens of the context, the new ones included.
+    `attention_sum` [B, H, M] is the attention that every slot received in this step, summed over the query group and
+    the q queries; None unless the method observes it. `seen` is the number of tokens in the context, the new ones
+    included.
     """
 
     slots: Slots
@@ -274,10 +283,13 @@ class DecodeView(LayerView):
 
 
 class Chunks(Protocol):
-    """The offloaded chunks of one layer; n rows are the (sequence, KV head) pairs that choose among theirs."""
+    """The offloaded chunks of one layer. The n rows are the (sequence, KV head) pairs that select chunks."""
 
     def relevance(self, query: Tensor, scaling: float) -> Tensor:
-        """[n, P] for query [B, Hq, q, D]: log of the maximum over queries of the softmax over chunks of q . digest."""
+        """Return the log of the maximum over queries of the softmax over chunks of q . digest: [n, P].
+
+        query: [B, Hq, q, D].
+        """
 
 
 @dataclass
@@ -290,10 +302,10 @@ class ReadView(LayerView):
 
 @dataclass
 class ResultView:
-    """What `results` may use: the request, the state, and facts about offloaded chunks.
+    """The data that `results` may use.
 
-    digest_bytes: bytes of all digests. choosing_heads: (sequence, KV head) pairs that choose chunks in every step, over
-    all layers.
+    request: the complete prompt. state: what `begin` returned. digest_bytes: bytes of all digests. choosing_heads:
+    number of (sequence, KV head) pairs that select chunks in every step, over all layers.
     """
 
     request: PromptView
@@ -307,11 +319,11 @@ class ResultView:
 
 @dataclass(frozen=True)
 class Evict:
-    """Single slots to evict, in time proportional to their number and not to what is stored.
+    """Eviction of individual slots, in O(evicted).
 
-    slots: int64 [B, H or 1, n], distinct in a head; sequence b loses the first counts[b] of its n entries in every
-    head. A number names the same slot everywhere. The last slots of a head move into the holes, so that slots are no
-    longer in the order of tokens: a method that evicts this way goes by positions.
+    slots: int64 [B, H or 1, n], distinct within a head; the first counts[b] of the n entries are evicted from every
+    head of sequence b. An int stands for the same slot in all heads and sequences. The last slots of a head move into
+    the freed slots, so slots are then no longer in the order of tokens, and the method must use positions.
     """
 
     slots: Tensor | int
@@ -320,9 +332,9 @@ class Evict:
 
 @dataclass(frozen=True)
 class Field:
-    """One value per slot that the engine stores beside it. values: [B, H, C] over the prompt's columns; None: zeros.
+    """A per-slot value that the engine stores for the method.
 
-    New slots start at 0.
+    values: [B, H, C], initial values of the prompt columns; None = zeros. New slots start at 0.
     """
 
     values: Tensor | None = None
@@ -331,11 +343,11 @@ class Field:
 
 @dataclass(frozen=True)
 class Offload:
-    """Complete chunks of some heads move to a store with one digest each; `Decision.chunks` says how many are read.
+    """Offload of some heads' complete chunks to a store, with one digest each; a step reads `Decision.chunks`.
 
     heads: bool [B, H]. chunk: tokens per chunk, real tokens in column order. place: "host", "device" or "disk".
-    directory: of the file, for "disk". summary: the digest, "mean" of the chunk's keys or "bounds" of their channels.
-    digest_dtype: "model", "bf16" or "int8".
+    directory: directory of the file, for "disk". summary: kind of digest, "mean" of the chunk's keys or "bounds" of
+    their channels. digest_dtype: "model", "bf16" or "int8".
     """
 
     heads: Tensor
@@ -348,18 +360,20 @@ class Offload:
 
 @dataclass
 class Decision:
-    """What is to be done with one layer. The defaults keep everything as it is.
+    """What to do with one layer. The defaults change nothing.
 
-    keep: bool. From `prefill` and `after_prefill` it is over the prompt columns that the layer's view showed, [B, H, C]
-        or [B, 1, C]; from `decode` over the stored slots, [B, H, M] or [B, 1, M]. False = evict. Padding is never kept.
-    evict: single slots, from `decode`.
-    keys, values: replace the dense keys and values of the view (merging); new tensors of the same shape and dtype.
-    fields: values per slot, by name, from `prefill`.
-    offload: chunks that move to a store, besides what `keep` keeps on the device.
-    chunks: int64 [B, H], offloaded chunks that every step reads, of a layer that has a store.
-    stream: bool [B, C], tokens that stay in the residual stream for the layers after `Method.prunes_after`. A
-        sequence's last token stays in any case, since its output is the prompt's result.
-    restored, flushes: for the report, slots that were marked for eviction and stay, and flushes of a recycle bin.
+    Args:
+        keep: bool, False = evict. From `prefill` and `after_prefill`, over the prompt columns of the layer's view:
+            [B, H, C] or [B, 1, C]. From `decode`, over the stored slots: [B, H, M] or [B, 1, M]. Padding is never kept.
+        evict: individual slots to evict, from `decode`.
+        keys, values: replacements of the view's dense keys and values (merging), of the same shape and dtype.
+        fields: per-slot values by name, from `prefill`.
+        offload: chunks to offload, in addition to the slots that `keep` keeps on the device.
+        chunks: int64 [B, H], the number of offloaded chunks that every step reads.
+        stream: bool [B, C], tokens to keep in the residual stream for the layers after `Method.prunes_after`. The last
+            token of a sequence is always kept, since its output is the result of the prompt.
+        restored: for the report, slots that were marked for eviction and are kept.
+        flushes: for the report, flushes of a recycle bin.
     """
 
     keep: Tensor | None = None

@@ -19,15 +19,16 @@ from foveakv.methods.checks import share
 from foveakv.methods.results import Results
 from foveakv.methods.views import Decision, Observes, PrefillView, PromptEndView, PromptView, ResultView, State, When
 
-LEAST = 0.01  # the least share of the prompt that a layer keeps, where the budget can pay it
-_TILE = 2**21  # most probabilities that are formed at once
+LEAST = 0.01  # smallest share of the prompt that a layer keeps, if the budget allows it
+_TILE = 2**21  # the most probabilities computed at once
 
 
 @dataclass
 class VLCacheState(State):
-    """rows, valid: the post-vision rows [B, n]. scores [B, H, C] and density [B] of every layer, during the prefill.
+    """State of one request.
 
-    sparsity: float64 [B, L]. tokens: int64 [B, L], per head.
+    rows, valid: the post-vision rows, int64 and bool [B, n]. scores [B, H, C], density [B]: per layer, during the
+    prefill. sparsity: float64 [B, L]. tokens: int64 [B, L], tokens per head.
     """
 
     rows: Tensor
@@ -40,24 +41,25 @@ class VLCacheState(State):
 
 @dataclass
 class VLCache(Method):
-    """Dense layers get more, sparse ones less; per head, the tokens that the text behind the pictures looks at.
+    """Give larger budgets to layers with denser attention, and keep the tokens that text after the images attends to.
 
-    Post-vision attention is that of the prompt's tokens behind the last visual one. A layer's sparsity g is the share
-    of its entries, over all heads, below `threshold` times their row's maximum (the paper's ThresholdFilter); hidden
-    pairs do not count. Layers share the budget in proportion to 1 - g (its sparsity-aware cache budget allocation), and
-    in each head the tokens with the largest sum of post-vision attention stay (its modality-aware token scoring). All
-    layers are known only at the end of the prompt, so the peak is that of a full cache.
+    Post-vision attention is the attention of the prompt tokens after the last visual token. A layer's sparsity g is the
+    share of its entries, over all heads, that are below `threshold` times the maximum of their row (the paper's
+    ThresholdFilter); masked pairs do not count. Layers share the budget in proportion to 1 - g (its sparsity-aware
+    cache budget allocation). Each head keeps the tokens with the largest sum of post-vision attention (its
+    modality-aware token scoring). No layer can be pruned before all layers have been read, so the peak memory is that
+    of a full cache.
 
     Not stated in the paper, or not clearly; we
-    - keep the newest tokens for `recent` of the mean budget in every layer, inside the budget;
-    - let a KV head rank for itself, by the sum over its query group;
-    - give a layer at least 1% of the prompt and one token, and at most the prompt, and hand on what that leaves;
-    - take the last token's row where nothing follows the last picture, and all rows of a prompt without pictures.
+    - use the share `recent` of the mean budget for the newest tokens in every layer, within the layer's budget;
+    - rank tokens per KV head, by the sum over its query group;
+    - give a layer at least 1% of the prompt and one token, and at most the prompt, and redistribute the difference;
+    - use the last token's row if no token follows the last image, and all rows of a prompt without images.
 
     Args:
-        budget: slots of all layers and heads together: share of the prompt, tokens per head on average, or bytes.
+        budget: slots over all layers and heads: a share of the prompt, tokens per head on average, or bytes.
         threshold: the paper's p.
-        recent: share of the mean budget.
+        recent: share of the mean budget for the newest tokens.
     """
 
     budget: float | int | str = 0.2
@@ -68,27 +70,32 @@ class VLCache(Method):
 
     def __post_init__(self) -> None:
         parse_budget(self.budget)
-        share(self.name, "threshold", self.threshold, meaning="of a row's maximum: what lies below is sparse")
+        share(self.name, "threshold", self.threshold, meaning="of a row's maximum; entries below it are sparse")
         share(self.name, "recent", self.recent, meaning="of the mean budget, for the newest tokens")
 
     @property
     def observes(self) -> Observes:
+        """The text queries."""
         return Observes(queries="text")
 
     @property
     def decides(self) -> tuple[When, ...]:
+        """Evicts after the last layer's prefill."""
         return ("after_prefill",)
 
     def begin(self, request: PromptView) -> VLCacheState:
+        """Select the post-vision rows."""
         return VLCacheState(*post_vision_rows(request.prompt))
 
     def prefill(self, view: PrefillView) -> None:
+        """Measure post-vision attention in one layer: the scores of its tokens and its density."""
         state: VLCacheState = view.state
         scores, density = post_vision(view, state.rows, state.valid, self.threshold)
         state.scores.append(scores)
         state.density.append(density)
 
     def after_prefill(self, view: PromptEndView) -> list[Decision]:
+        """Allocate the budget to layers and select the tokens of every head."""
         state: VLCacheState = view.state
         request, real = view.request, view.request.prompt.real
         geometry, layers = request.geometry, len(request.layers)
@@ -108,7 +115,7 @@ class VLCache(Method):
         return decisions
 
     def results(self, view: ResultView) -> Results:
-        """Sparsity and tokens per head of every layer, for each sequence."""
+        """Return the sparsity and the tokens per head of every layer, for each sequence."""
         sparsity, tokens = view.state.sparsity, view.state.tokens
         if sparsity is None or tokens is None:
             return Results()
@@ -116,9 +123,9 @@ class VLCache(Method):
 
 
 def layer_tokens(density: Tensor, total: int, context: int) -> Tensor:
-    """Tokens per head of every layer, int64 [L], which sum to `total` (or to what the layers can hold).
+    """Return the tokens per head of every layer: int64 [L], summing to `total` or to the most that the layers can hold.
 
-    density: [L] float64, 1 - g. total: tokens of all layers together. context: prompt tokens.
+    density: float64 [L], 1 - g. total: tokens over all layers. context: prompt tokens.
     """
     layers = density.numel()
     total = min(total, layers * context)
@@ -127,19 +134,28 @@ def layer_tokens(density: Tensor, total: int, context: int) -> Tensor:
 
 
 def post_vision_rows(prompt: PromptMap) -> tuple[Tensor, Tensor]:
-    """The rows behind the last visual token: columns [B, n] int64, which of them count [B, n] bool."""
+    """Return the rows after the last visual token: columns int64 [B, n], and bool [B, n], which of them count."""
     real = prompt.real
     columns = torch.arange(prompt.columns, device=real.device)
     last = torch.where(prompt.visual, columns, -1).amax(-1, keepdim=True)
-    behind = real & (columns > last)
-    behind |= newest(real, (~behind.any(-1)).long())  # at least one row
-    counts = behind.sum(-1)
+    after = real & (columns > last)
+    after |= newest(real, (~after.any(-1)).long())  # at least one row
+    counts = after.sum(-1)
     most = int(counts.max())
-    return real_first(behind)[:, :most], torch.arange(most, device=real.device) < counts[:, None]
+    return real_first(after)[:, :most], torch.arange(most, device=real.device) < counts[:, None]
 
 
 def post_vision(view: PrefillView, rows: Tensor, valid: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """What rows [B, n] give to every column, summed over rows and group [B, H, C], and the layer's 1 - g, [B]."""
+    """Measure the attention of some rows in one layer.
+
+    Args:
+        view: the layer.
+        rows, valid: int64 and bool [B, n], the rows, and which of them count.
+        threshold: as in `VLCache`.
+
+    Returns:
+        The attention that every column receives, summed over rows and query group, [B, H, C], and 1 - g, float64 [B].
+    """
     batch, heads, columns, _ = view.keys.shape
     queries = view.query.shape[1]
     step = max(1, _TILE // (batch * queries * columns))

@@ -363,7 +363,7 @@ def test_report_says_how_slots_are_stored() -> None:
     assert (data["kv_dtype"], data["residual_length"]) == ("int8", 4)
     assert data["saved_by_quantization"] > 0
     assert data["notes"] == []
-    assert "int8, the newest 4 exact" in str(session.report)
+    assert "int8, newest 4 tokens in full precision" in str(session.report)
     with foveakv.compress(model, matrix.method("snapkv")) as session:
         model.generate(**inputs, **matrix.GREEDY)
     data = session.report.to_dict()
@@ -377,7 +377,7 @@ def test_report_says_when_nothing_is_saved() -> None:
     with foveakv.compress(model, matrix.method("snapkv"), kv_dtype="int8", residual_length=64) as session:
         model.generate(**inputs, **matrix.GREEDY)
     assert session.report.saved_by_quantization < 0
-    assert any("saves nothing here" in note for note in session.report.notes)
+    assert any("saves no memory" in note for note in session.report.notes)
 
 
 # -------------------------------------------------------------------------------------------------------- mistakes
@@ -420,7 +420,7 @@ def test_command_line(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     done = invoke("generate", *common, "--method", "snapkv", "--set", "window=4", "--json", out)
     assert done.exit_code == 0, done.output
-    assert "int8, the newest 32 exact" in done.stdout
+    assert "int8, newest 32 tokens in full precision" in done.stdout
     assert json.loads(out.read_text())["report"]["kv_dtype"] == "int8"
     done = invoke("compare", *common, "--methods", "full", "--json", out)
     assert done.exit_code == 0, done.output

@@ -1,8 +1,8 @@
-"""transformers' Cache contract over compressed memory and a method.
+"""A transformers Cache whose layers store compressed keys and values.
 
-Life of a prompt: `begin_forward` (the prompt is known) -> every layer `update` + `end_prefill` (dense attention, then
-the method decides what stays), the last one's `end_layer` -> any number of `update` + `attend` (attention over stored
-slots). What happens inside one layer is in `layer.py`.
+Life cycle of a prompt: `begin_forward` receives the prompt; every layer runs `update` and `end_prefill` (dense
+attention, then the method decides what to keep), and the last layer calls `end_layer`. Each later forward pass runs
+`update` and `attend` (attention over stored slots). Single layers are implemented in `layer.py`.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from foveakv.errors import (
     UnsupportedModeError,
     UnsupportedModelError,
 )
-from foveakv.memory import quantizer as codes
+from foveakv.memory import quantizer
 from foveakv.methods.base import Method
 from foveakv.methods.results import Results
 from foveakv.methods.views import Decision, PromptEndView, PromptView, ResultView, State
 
 
 class CompressedCache(compat.Cache):
-    """A transformers cache whose plain attention layers are compressed by a method.
+    """A transformers cache whose full-attention layers are compressed by a method.
 
-    Layers that are not plain (sliding window, linear attention) stay what transformers makes them. Make one with
-    `foveakv.cache_for(model, method)`, or let `foveakv.compress` make them.
+    Other layers (sliding window, linear attention) are transformers' own. Create it with
+    `foveakv.cache_for(model, method)`, or implicitly with `foveakv.compress`.
     """
 
     def __init__(self, config: Any, method: Method, options: CacheOptions | None = None) -> None:
         options = options or CacheOptions()
         options.check(method)
         self.options = options
-        self.preallocated = options.preallocated  # decoded tokens that fit; None: slots are added as needed
+        self.preallocated = options.preallocated  # slots for decoded tokens; None: allocated on demand
         make = CompressedLayer if self.preallocated is None else PreallocatedLayer
         layers: list[Any] = []
         compressed_idx = 0
@@ -73,25 +73,25 @@ class CompressedCache(compat.Cache):
         self.max_decode_slots = options.max_decode_slots
         self.kv_dtype = options.kv_dtype
         self.residual_length = options.residual_length
-        codes.check_dims(self.kv_dtype, head_dim(config), head_dim(config))
+        quantizer.check_dims(self.kv_dtype, head_dim(config), head_dim(config))
         self.storage = Storage(method.name, options.backend, options.kv_dtype, options.residual_length)
         self.trace_wanted = options.trace
-        self.owner: weakref.ref[Any] | None = None  # the model this cache was made for
-        self.hold: Callable[[CompressedCache], None] | None = None  # keeps the model attached for a copy's sake
+        self.owner: weakref.ref[Any] | None = None  # the model this cache was created for
+        self.hold: Callable[[CompressedCache], None] | None = None  # keeps the model attached while a copy exists
         self._forget()
 
     def _forget(self) -> None:
-        self.state: State | None = None  # what the method remembers of this request
+        self.state: State | None = None  # the method's per-request state
         self.prompt: PromptMap | None = None
-        self._request: PromptView | None = None  # facts about the whole prompt
+        self._request: PromptView | None = None  # the complete prompt
         self.clock: Clock | None = None  # with preallocated slots, once the prompt is complete
-        self.stream: Stream | None = None  # tokens that stay in the residual stream while the prompt is read
+        self.stream: Stream | None = None  # tokens kept in the residual stream during the prefill
         self.trace: list[dict[int, Tensor]] | None = [] if self.trace_wanted else None
-        self.model_state: list[Any] = []  # M-RoPE offsets that some models keep on themselves between calls
-        self.kinds_known = True  # False: a prompt of embeddings, nobody says which of its tokens are visual
+        self.model_state: list[Any] = []  # M-RoPE offsets that some models store on themselves between calls
+        self.kinds_known = True  # False: the inputs are embeddings without mm_token_type_ids
         self.forward_tokens: int | None = None
         self.last_chunk = True
-        self.drafted = 0  # tokens behind the prompt in the pass that completes it (assisted decoding)
+        self.drafted = 0  # tokens after the prompt in the pass that completes it (assisted decoding)
         self._prefilling = False
         self.peak_nbytes = 0
         self.prefill_seconds = 0.0
@@ -100,9 +100,9 @@ class CompressedCache(compat.Cache):
         self._new_positions: tuple[tuple[int, int, torch.device], Tensor] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
-        """A cache of its own in the same state (one prompt, several continuations); model and method are shared."""
+        """Return an independent cache in the same state, for several continuations of a prompt; the model is shared."""
         copied = memo[id(self)] = object.__new__(type(self))
-        with torch.inference_mode(False):  # copies made under inference_mode must be usable outside
+        with torch.inference_mode(False):  # copies created under inference_mode must be usable outside of it
             for name, value in vars(self).items():
                 shared = name in ("config", "method", "owner", "hold", "options")
                 setattr(copied, name, value if shared else copy.deepcopy(value, memo))
@@ -113,12 +113,12 @@ class CompressedCache(compat.Cache):
         return copied
 
     def reset(self) -> None:
-        """Forgets the prompt; the next forward pass begins a new one."""
+        """Discard the prompt; the next forward pass starts a new one."""
         super().reset()
         self._forget()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the newest tokens in every layer, or raises and changes nothing."""
+        """Remove the newest tokens from every layer; if one of them cannot be cropped, change nothing and raise."""
         for layer in self.compressed:
             if remove := compat.tokens_to_remove(tokens_to_remove, layer.seen):
                 layer.check_crop(remove)
@@ -129,16 +129,18 @@ class CompressedCache(compat.Cache):
             self.clock.end(self.seen - before)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Beam search: sequence b continues what `beam_idx[b]` has; every side tensor follows."""
+        """Reorder sequences for beam search: sequence b becomes the former sequence `beam_idx[b]`."""
         super().reorder_cache(beam_idx)
         self._select(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the sequences `indices`."""
         super().batch_select_indices(indices)
         if self.prompt is not None:
             self._select(torch.arange(self.prompt.batch, device=indices.device)[indices])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence `repeats` times."""
         super().batch_repeat_interleave(repeats)
         if self.prompt is not None:
             self._select(torch.arange(self.prompt.batch).repeat_interleave(repeats))
@@ -152,9 +154,9 @@ class CompressedCache(compat.Cache):
             self.state.select_sequences(index)
 
     def kept(self, layer: int) -> Tensor:
-        """Positions that model layer `layer` can attend to: LongTensor [B, H, M], ascending, -1 behind the last.
+        """Return the positions that model layer `layer` can attend to: int64 [B, H, M], ascending, padded with -1.
 
-        Those stored, and of the chunks that are read from a store those of the last step.
+        These are the stored slots, and of the offloaded chunks those read in the last step.
         """
         if not 0 <= layer < len(self.layers) or not isinstance(self.layers[layer], CompressedLayer):
             numbers = [done.layer_idx for done in self.compressed]
@@ -169,7 +171,7 @@ class CompressedCache(compat.Cache):
 
     @property
     def seen(self) -> int:
-        """Tokens in the context so far, padding included."""
+        """Number of tokens in the context, padding included."""
         return self.compressed[0].seen
 
     @property
@@ -179,35 +181,36 @@ class CompressedCache(compat.Cache):
 
     @property
     def prompt_columns(self) -> int:
-        """Width of the prompt; no padding is stored below it."""
+        """Number of prompt columns, padding included; no padding is stored below it."""
         return self.full_prompt.kinds.shape[1]
 
     @property
     def full_prompt(self) -> PromptMap:
+        """Map of the prompt columns."""
         if self.prompt is None:
-            raise CacheInUseError("this cache has not seen a prompt yet")
+            raise CacheInUseError("this cache has no prompt yet; run a forward pass or `generate` first")
         return self.prompt
 
     @property
     def stored_nbytes(self) -> int:
-        """Storage bytes on the compute device, all layers (those that transformers keeps included)."""
+        """Storage bytes on the compute device over all layers, those of transformers included."""
         return sum(layer_nbytes(layer) for layer in self.layers) + self.state_nbytes
 
     @property
     def state_nbytes(self) -> int:
-        """Storage bytes of what the method remembers of the request."""
+        """Storage bytes of the method's per-request state."""
         return 0 if self.state is None else self.state.nbytes
 
     @property
     def request(self) -> PromptView:
-        """Facts about the whole prompt, once it is known."""
+        """The complete prompt and the sizes of the cache."""
         if self._request is None:
-            raise CacheInUseError("a prompt's facts are known only once it is complete")
+            raise CacheInUseError("the prompt of this cache is not complete yet")
         return self._request
 
     @property
     def geometry(self) -> Geometry:
-        """Sizes of this cache, once the prompt is known."""
+        """Sizes of this cache, once the prompt is complete."""
         return self.request.geometry
 
     @property
@@ -221,16 +224,16 @@ class CompressedCache(compat.Cache):
         return self.method.results(ResultView(self.request, self.state, digest_bytes, choosing))
 
     def note_peak(self, more: int = 0) -> None:
-        """Records the present bytes, a running prefill's dense tensors included; called before they fall.
+        """Update the peak with the current bytes, including dense tensors of a running prefill; call before a decrease.
 
-        more: bytes that no layer holds at this moment: what a method's own copies take, or what an eviction has just
-        freed (whether it frees memory is known only once it is done).
+        more: bytes that no layer holds at this moment, such as copies made by a method, or memory that an eviction has
+        just freed (the amount is known only afterwards).
         """
         self.peak_nbytes = max(self.peak_nbytes, self.stored_nbytes + more)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a reader of this cache's report must know about its prompt."""
+        """Caveats about the prompt, for readers of the report."""
         found = []
         if not self.kinds_known:
             found.append("the prompt was given as inputs_embeds without mm_token_type_ids: all tokens count as text")
@@ -240,7 +243,7 @@ class CompressedCache(compat.Cache):
 
     @property
     def _positions(self) -> int:
-        """Positions that the model was made for; 0 = it does not say."""
+        """Number of positions that the model supports; 0 if its config does not say."""
         return int(getattr(self.config, "max_position_embeddings", 0) or 0)
 
     @property
@@ -248,7 +251,7 @@ class CompressedCache(compat.Cache):
         return 0 < self._positions < self.seen
 
     def new_positions(self, seen: int, new: int, device: torch.device) -> Tensor:
-        """int32 [1, new], the positions of the newest tokens; made once for all layers of a forward pass."""
+        """Return the positions of the newest tokens, int32 [1, new]; cached for all layers of a forward pass."""
         if self._new_positions is None or self._new_positions[0] != (seen, new, device):
             made = torch.arange(seen - new, seen, dtype=torch.int32, device=device)[None]
             self._new_positions = (seen, new, device), made
@@ -266,20 +269,24 @@ class CompressedCache(compat.Cache):
         mask: Tensor | None = None,
         kinds_known: bool = True,
     ) -> None:
-        """Before a forward pass over `new` tokens.
+        """Prepare a forward pass.
 
-        `prompt` describes them and is needed until the cache is `prefilled`; `total` is the length of a prefill that
-        comes in chunks or together with drafted tokens, None for one that comes whole and alone; `itemsize` is the
-        bytes of one key element; `mask` [B, >= new] is 0 at padding and read with preallocated slots only;
-        `kinds_known` is False where the inputs do not say which tokens are visual.
+        Args:
+            new: number of new tokens.
+            prompt: map of the new tokens; required until the cache is `prefilled`.
+            total: length of the prompt if it is read in chunks or together with draft tokens, else None.
+            itemsize: bytes of one key element.
+            batch: number of sequences.
+            mask: [B, >= new], 0 at padding; used with preallocated slots only.
+            kinds_known: False if the inputs do not say which tokens are visual.
         """
         if self.forward_tokens is not None:
             raise CacheInUseError(
-                "an earlier forward pass with this cache failed half-way; start again with a new cache"
+                "an earlier forward pass with this cache failed before it was complete; start again with a new cache"
             )
         segments = self.compressed[0].segments
         if segments is not None and batch is not None and batch != segments.batch:
-            raise CacheInUseError(f"this cache holds {segments.batch} sequences and got {batch}")
+            raise CacheInUseError(f"this cache has {segments.batch} sequences, but the inputs have {batch}")
         if self.clock is not None:
             self.clock.check_room(new)
         if prompt is not None and self.preallocated is None:
@@ -293,7 +300,7 @@ class CompressedCache(compat.Cache):
             try:
                 self._take_prompt(prompt.crop(new - self.drafted), itemsize)
             except BaseException:
-                self.prompt, self._request, self.state = before, None, None  # as if this call had never been made
+                self.prompt, self._request, self.state = before, None, None  # undo this call
                 raise
         if self.trace is not None:
             self.trace.append({})
@@ -301,7 +308,7 @@ class CompressedCache(compat.Cache):
             self.clock.begin(new, mask)
         if self._positions and self.seen <= self._positions < self.seen + new:
             warnings.warn(
-                f"the context grows to {self.seen + new} tokens, and this model has {self._positions} positions "
+                f"the context grows to {self.seen + new} tokens, but this model has {self._positions} positions "
                 "(max_position_embeddings); its answers may be wrong from here on",
                 stacklevel=2,
             )
@@ -314,7 +321,7 @@ class CompressedCache(compat.Cache):
         if (self.drafted or not self.last_chunk) and (method.prunes_after is not None or method.observes.second_pass):
             what = "drop_hidden_states" if method.prunes_after is not None else "a second pass"
             raise UnsupportedModeError(
-                f"{method.name} with {what} needs the whole prompt at once and nothing else; remove "
+                f"{method.name} with {what} needs the whole prompt in one forward pass of its own; remove "
                 "prefill_chunk_size, and generate without an assistant"
             )
         if not self.last_chunk:
@@ -335,7 +342,7 @@ class CompressedCache(compat.Cache):
         self.state = method.begin(self._request)
 
     def end_forward(self, model_state: list[Any]) -> None:
-        """After the forward pass; `model_state` is what the model keeps on itself (M-RoPE offsets)."""
+        """Finish a forward pass; `model_state` is what the model stores on itself (M-RoPE offsets)."""
         seconds = time.perf_counter() - self._started
         if self._prefilling:
             self.prefill_seconds += seconds
@@ -349,13 +356,13 @@ class CompressedCache(compat.Cache):
         self.forward_tokens = None
 
     def prune_stream(self, keep: Tensor, compressed_idx: int) -> None:
-        """Takes tokens out of the residual stream for the layers after `compressed_idx`; keep: bool [B, C].
+        """Prune tokens from the residual stream for the layers after `compressed_idx`; keep: bool [B, C].
 
-        A sequence's last token always stays: its output is the prompt's result.
+        The last token of a sequence is always kept, since its output is the result of the prompt.
         """
         if compressed_idx != self.method.prunes_after:
             raise MethodError(
-                f"{self.method.name}: tokens leave the residual stream after compressed layer "
+                f"{self.method.name}: tokens can be pruned from the residual stream after compressed layer "
                 f"{self.method.prunes_after} only, not after {compressed_idx}"
             )
         real = self.full_prompt.real
@@ -366,7 +373,7 @@ class CompressedCache(compat.Cache):
         self.stream = Stream.of(keep)
 
     def end_layer(self, layer: CompressedLayer) -> None:
-        """One layer's prefill is done."""
+        """Finish the prefill of one layer; after the last one, carry out `after_prefill`."""
         self.note_peak()
         if layer.compressed_idx < len(self.compressed) - 1:
             return
@@ -384,7 +391,7 @@ class CompressedCache(compat.Cache):
             self.clock = preallocate(self)
 
     def columns(self, compressed_idx: int) -> tuple[PromptMap, Tensor, bool]:
-        """The prompt as this layer sees it: [B, C] map, positions int64 [B, C], whether tokens left before it."""
+        """Return the prompt of a layer: its map, positions int64 [B, C], and whether tokens were pruned before it."""
         prompt, after = self.full_prompt, self.method.prunes_after
         if self.stream is not None and after is not None and compressed_idx > after:
             return prompt.take(self.stream.index, self.stream.valid), self.stream.index, True

@@ -1,4 +1,4 @@
-"""Counts of one layer for the report."""
+"""Counters of one layer, for the report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Counts:
-    """What happened in one layer, in slots (`flushes`: in events)."""
+    """Counters of one layer. `flushes` counts events; all others count slots."""
 
     evicted: int = 0
     restored: int = 0

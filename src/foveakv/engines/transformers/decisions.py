@@ -1,6 +1,6 @@
-"""Carry out what methods decide: store a prompt, evict, offload chunks.
+"""Carry out the decisions of methods: store a prompt, evict slots, offload chunks.
 
-Decisions are checked before anything changes.
+Decisions are validated before anything is changed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ from foveakv.methods.views import Decision, Offload, PrefillView
 
 @dataclass(frozen=True)
 class Storage:
-    """How a cache stores slots. method: its method's name, for messages."""
+    """How a cache stores slots.
+
+    method: name of the method, for messages. backend: attention backend. kv_dtype: dtype of quantized slots, or None.
+    residual_length: newest tokens in full precision, with a kv_dtype.
+    """
 
     method: str
     backend: str
@@ -28,7 +32,10 @@ class Storage:
 
 
 def store_prompt(view: PrefillView, decision: Decision, storage: Storage) -> tuple[Segments, ChunkStore | None]:
-    """The slots and the chunks of one layer that stay after its prefill.
+    """Store one layer's prompt after its prefill.
+
+    Returns:
+        The stored slots, and the store of offloaded chunks, if any.
 
     Raises:
         MethodError: the decision does not fit the view.
@@ -40,7 +47,7 @@ def store_prompt(view: PrefillView, decision: Decision, storage: Storage) -> tup
     keys = _replaced(storage.method, "keys", decision.keys, view.keys)
     values = _replaced(storage.method, "values", decision.values, view.values)
     if decision.evict is not None:
-        raise MethodError(f"{storage.method}: single slots are evicted by `decode`; `prefill` returns a mask to keep")
+        raise MethodError(f"{storage.method}: `prefill` cannot evict individual slots; return a mask `keep` instead")
     keep = (real if decision.keep is None else decision.keep.to(real.device) & real).expand(batch, heads, columns)
     store = None
     if decision.offload is not None:
@@ -62,14 +69,26 @@ def store_prompt(view: PrefillView, decision: Decision, storage: Storage) -> tup
 def settle(
     segments: Segments, store: ChunkStore | None, decision: Decision, real: Tensor, storage: Storage
 ) -> ChunkStore | None:
-    """Carries out a decision that was taken after the last layer; returns the layer's store.
+    """Carry out one layer's decision from `after_prefill`.
 
-    real: bool [B, C], the prompt's columns, over which the decision's masks are.
+    Args:
+        segments: the stored slots.
+        store: the store of offloaded chunks, if any.
+        decision: its masks are over the prompt columns.
+        real: bool [B, C], prompt columns that are not padding.
+        storage: how the cache stores slots.
+
+    Returns:
+        The store of offloaded chunks, if any.
+
+    Raises:
+        MethodError: the decision does not fit the prompt, or replaces keys, values or fields.
+        StoreError: chunks cannot be written to disk.
     """
     batch, columns = real.shape
     check_keep(storage.method, decision.keep, (batch, segments.heads, columns))
     if decision.keys is not None or decision.values is not None or decision.fields:
-        raise MethodError(f"{storage.method}: keys, values and fields are replaced by `prefill` only")
+        raise MethodError(f"{storage.method}: only `prefill` can replace keys, values and fields")
     if decision.offload is not None and store is None:
         keys, values = segments.gather()
         store = _offloaded(decision.offload, keys, values, segments.valid()[:, 0], segments.positions()[:, 0])
@@ -83,7 +102,11 @@ def settle(
 
 
 def evict(segments: Segments, decision: Decision, method: str) -> None:
-    """Carries out the evictions of a decode step."""
+    """Carry out the evictions of a decode step.
+
+    Raises:
+        MethodError: the mask does not fit the stored slots.
+    """
     if decision.evict is not None:
         segments.evict(decision.evict.slots, decision.evict.counts)
     if decision.keep is not None:
@@ -92,12 +115,12 @@ def evict(segments: Segments, decision: Decision, method: str) -> None:
 
 
 def reserve(segments: Segments, store: ChunkStore, chunks: Tensor, backend: str) -> None:
-    """From here on every step reads chunks [B, H] of the store, in place where the backend can."""
+    """Let every step read `chunks` [B, H] chunks of the store, in place if the backend supports it."""
     store.reserve(segments, chunks, in_place=reads_pages(segments.runs, store.stored, backend))
 
 
 def check_keep(method: str, keep: Tensor | None, shape: tuple[int, int, int]) -> None:
-    """Raises `MethodError` unless keep is None, bool [B, H, n] or bool [B, 1, n]."""
+    """Raise `MethodError` unless keep is None, bool [B, H, n] or bool [B, 1, n]; shape: (B, H, n)."""
     if keep is None:
         return
     batch, heads, width = shape
@@ -125,9 +148,12 @@ def _offloaded(offload: Offload, keys: Tensor, values: Tensor, real: Tensor, pos
 
 
 def check_finite(view: PrefillView) -> None:
-    """Raises `UnsupportedModeError` where the prompt's activations are NaN or infinite: scores would mean nothing.
+    """Check that the activations of the prompt are finite; scores would be meaningless otherwise.
 
-    Only the newest query row is looked at; what overflows spreads to it through the layers.
+    Only the newest query row is checked, since NaN and infinity propagate to it through the layers.
+
+    Raises:
+        UnsupportedModeError: the activations contain NaN or infinity.
     """
     if view.query.shape[-2] and not bool(view.query[..., -1, :].isfinite().all()):
         raise UnsupportedModeError(

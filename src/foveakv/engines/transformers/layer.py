@@ -1,4 +1,4 @@
-"""One layer of a compressed cache: what transformers' cache layers promise, over stored slots."""
+"""One layer of a compressed cache, with the interface of transformers' cache layers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class CompressedLayer(compat.CacheLayerMixin):
-    """One layer's compressed KV. Lengths it reports are logical: tokens seen, not slots stored."""
+    """Compressed keys and values of one layer. Reported lengths are logical: tokens seen, not slots stored."""
 
     is_compileable = False
     is_sliding = False
@@ -36,53 +36,56 @@ class CompressedLayer(compat.CacheLayerMixin):
 
     def __init__(self, cache: CompressedCache, layer_idx: int, compressed_idx: int) -> None:
         super().__init__()
-        self._cache = weakref.ref(cache)  # the cache owns its layers; a strong link back would delay freeing the memory
+        self._cache = weakref.ref(cache)  # weak: a reference cycle would delay freeing the memory
         self.layer_idx = layer_idx
         self.compressed_idx = compressed_idx
         self.reset()
 
     def reset(self) -> None:
-        """Forgets everything; the next update begins a new prompt."""
+        """Discard everything; the next update starts a new prompt."""
         self.segments: Segments | None = None
         self.store: ChunkStore | None = None  # chunks that the method offloaded
         self.counts = Counts()
         self.seen = 0
         self.prompt_slots = 0
         self.prompt_columns = 0
-        self.decoded_from = 0  # no decoded token before this position is stored
+        self.decoded_from = 0  # decoded tokens before this position are not stored
         self.full_nbytes = 0
         self._dense: tuple[Tensor, Tensor] | None = None
         self._queries: Tensor | None = None
         self._drafts: tuple[Tensor, Tensor] | None = None
-        self._first_pass: PrefillView | None = None  # waits for the second pass over the prompt
+        self._first_pass: PrefillView | None = None  # kept until the second pass over the prompt
         self.is_initialized = False
 
     @property
     def cache(self) -> CompressedCache:
+        """The cache that owns this layer."""
         cache = self._cache()
         if cache is None:
             raise CacheInUseError(
-                "the CompressedCache that owned this layer is gone; keep a reference to it while generating"
+                "the CompressedCache of this layer no longer exists; keep a reference to it while generating"
             )
         return cache
 
-    # ---- transformers' contract
+    # ---- transformers' interface
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Mark the layer as initialized; storage is allocated at the end of the prefill."""
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[KVHandle, KVHandle]:
-        """Takes new keys [B, H, q, D] and values [B, H, q, Dv]; returns a handle for our attention function."""
+        """Add new keys [B, H, q, D] and values [B, H, q, Dv]; return handles for the attention function."""
         new = self.cache.forward_tokens
         if new is None:
             raise CacheInUseError(
-                "a compressed cache was used outside its model's forward pass: call that very model (no submodule, no "
-                "other one), inside `with foveakv.compress(model, ...)` or with a cache from `foveakv.cache_for(...)`"
+                "a compressed cache was used outside its model's forward pass: call the model itself, not a submodule "
+                "or another model, inside `with foveakv.compress(model, ...)` or with a cache from "
+                "`foveakv.cache_for(...)`"
             )
         self.is_initialized = True
         if self._first_pass is not None:
             handle = KVHandle(self)
-            self._dense = key_states, value_states  # of the second pass; only its attention reads them
+            self._dense = key_states, value_states  # of the second pass, for its attention only
             return handle, handle
         self.seen += new
         if self.segments is None:
@@ -98,20 +101,24 @@ class CompressedLayer(compat.CacheLayerMixin):
         return handle, handle
 
     def get_seq_length(self) -> int:
+        """Return the number of tokens seen."""
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the length and the offset of the attention mask, by tokens seen."""
         return self.seen + query_length, 0
 
     def get_max_length(self) -> int:
+        """Return -1: the length is not limited."""
         return -1
 
     @property
     def is_croppable(self) -> bool:
+        """Whether decoded tokens can be removed, which assisted decoding requires."""
         return not self.cache.method.evicts_while_decoding and self.cache.max_decode_slots is None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the newest tokens (assisted decoding rejects drafts this way)."""
+        """Remove the newest tokens, such as rejected drafts of assisted decoding."""
         remove = compat.tokens_to_remove(tokens_to_remove, self.seen)
         if remove == 0:
             return
@@ -121,13 +128,18 @@ class CompressedLayer(compat.CacheLayerMixin):
             self.segments.crop(self.seen)
 
     def check_crop(self, remove: int) -> None:
-        """Raises where the newest `remove` tokens cannot be taken back; changes nothing."""
+        """Check that the newest `remove` tokens can be removed; changes nothing.
+
+        Raises:
+            CacheInUseError: the prompt is not complete.
+            UnsupportedModeError: tokens are evicted while decoding, or the prompt would be cropped.
+        """
         if self._incomplete:
-            raise CacheInUseError("a prompt that comes in chunks is not complete yet and cannot be cropped")
+            raise CacheInUseError("the prompt is read in chunks and not complete yet, so it cannot be cropped")
         if not self.is_croppable:
             what = self.cache.method.name if self.cache.max_decode_slots is None else "max_decode_slots"
             raise UnsupportedModeError(
-                f"{what} evicts while decoding, so rejected draft tokens cannot be taken back; use a method that "
+                f"{what} evicts while decoding, so rejected draft tokens cannot be removed; use a method that "
                 "evicts at prefill only (snapkv, adakv, hybridkv) without max_decode_slots, or generate without an "
                 "assistant"
             )
@@ -139,16 +151,19 @@ class CompressedLayer(compat.CacheLayerMixin):
 
     @property
     def _incomplete(self) -> bool:
-        """Whether some of the prompt is here, and not all of it."""
+        """Whether the layer has read a part of the prompt only."""
         return self.segments is None and self._dense is not None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder sequences for beam search: sequence b becomes the former sequence `beam_idx[b]`."""
         self._select(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the sequences `indices`."""
         self._select(torch.arange(self._batch, device=indices.device)[indices])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every sequence `repeats` times."""
         self._select(torch.arange(self._batch).repeat_interleave(repeats))
 
     @property
@@ -157,23 +172,23 @@ class CompressedLayer(compat.CacheLayerMixin):
 
     def _select(self, index: Tensor) -> None:
         if self._incomplete:
-            raise CacheInUseError("a prompt that comes in chunks is not complete yet and cannot be reordered")
+            raise CacheInUseError("the prompt is read in chunks and not complete yet, so it cannot be reordered")
         if self.segments is None:
             return
         if self.compressed_idx == 0:
             self.cache.note_peak()
         before = self.segments.batch
         self.segments.select_sequences(index)
-        if self.segments.batch != before:  # beams keep their number; repeats and selections count anew
+        if self.segments.batch != before:  # after repeats and selections; beam search preserves the batch size
             self.full_nbytes = self.full_nbytes // before * self.segments.batch
             self.prompt_slots = self.prompt_slots * self.segments.batch // before
         if self.store is not None:
             self.store.select_sequences(index)
 
-    # ---- called by our attention function
+    # ---- called by FoveaKV's attention function
 
     def end_prefill(self, query: Tensor, handle: KVHandle, mask: Mask | None, scaling: float) -> None:
-        """After the dense attention of a prefill chunk: in the last one, the method decides and the layer stores."""
+        """Finish a prefill chunk after its dense attention; after the last one, store what the method keeps."""
         cache = self.cache
         query = query.detach()
         wanted = cache.method.needs_queries(self.compressed_idx)
@@ -184,7 +199,7 @@ class CompressedLayer(compat.CacheLayerMixin):
             handle.release()
             return
         keys, values = (t.detach() for t in self._dense or ())
-        if cache.drafted:  # what an assistant guessed after the prompt is no part of it
+        if cache.drafted:  # tokens drafted by an assistant are not part of the prompt
             drafts = slice(keys.shape[-2] - cache.drafted, None)
             self._drafts = keys[..., drafts, :].clone(), values[..., drafts, :].clone()
             keys, values, query = (t[..., : -cache.drafted, :] for t in (keys, values, query))
@@ -201,14 +216,14 @@ class CompressedLayer(compat.CacheLayerMixin):
         self._store(view, handle)
 
     def attend_second_pass(self, query: Tensor, scaling: float) -> Tensor:
-        """Attention of the second pass [B, Hq, C, D]; afterwards the method decides. Returns [B, C, Hq, Dv]."""
+        """Attend in the second pass, query [B, Hq, C, D] -> [B, C, Hq, Dv]; then store what the method keeps."""
         view, self._first_pass = self._first_pass, None
         if view is None or self._dense is None:
             raise CacheInUseError("this layer has no prompt yet")
         query, (keys, values) = query.detach(), self._dense
         output = attend_twice(query, (view.keys, keys), (view.values, values), view.prompt.real, scaling)
         view.repeated = Repeated(query, keys)
-        self._dense = view.keys, view.values  # counted with the layer until it has stored what stays
+        self._dense = view.keys, view.values  # counted as bytes of the layer until the prompt is stored
         self._store(view, None)
         return output.transpose(1, 2).contiguous()
 
@@ -218,7 +233,7 @@ class CompressedLayer(compat.CacheLayerMixin):
         return self.layer_idx, self.compressed_idx, query, scaling, cache.request, cache.state
 
     def _store(self, view: PrefillView, handle: KVHandle | None) -> None:
-        """The method decides about this layer, and what stays is stored."""
+        """Let the method decide and store the slots that it keeps."""
         cache = self.cache
         if cache.method.observes.queries != "none" and self is cache.compressed[-1]:
             decisions.check_finite(view)
@@ -229,10 +244,10 @@ class CompressedLayer(compat.CacheLayerMixin):
         batch, heads, _, dim = view.keys.shape
         self.prompt_slots = int(cache.full_prompt.lengths.sum()) * heads
         per_slot = (dim + view.values.shape[-1]) * view.keys.element_size()
-        # Not C: a layer may have got fewer when evicted tokens left the residual stream.
+        # Not C, which is smaller if tokens were pruned from the residual stream.
         self.prompt_columns = self.decoded_from = cache.prompt_columns
         self.full_nbytes = per_slot * heads * batch * cache.prompt_columns
-        # The copies that a method made to merge are still alive.
+        # Copies that a method made for merging still exist.
         cache.note_peak(sum(made.nbytes for made in (decision.keys, decision.values) if made is not None))
         self._dense = self._queries = None
         if handle is not None:
@@ -240,18 +255,18 @@ class CompressedLayer(compat.CacheLayerMixin):
         cache.end_layer(self)
 
     def settle(self, decision: Decision) -> None:
-        """Carries out what the method decided about this layer after the last one."""
+        """Carry out the decision that `after_prefill` made for this layer."""
         cache = self.cache
         real = cache.full_prompt.real
         self.store = decisions.settle(self._stored, self.store, decision, real, cache.storage)
 
     def count_prompt(self) -> None:
-        """Counts what the prompt lost: slots neither stored nor in the store."""
+        """Count the evicted slots of the prompt: neither stored on the device nor offloaded."""
         offloaded = 0 if self.store is None else self.store.extra_slots
         self.counts.evicted += self.prompt_slots - self.stored_slots - offloaded
 
     def store_drafts(self) -> None:
-        """Once the prompt is compressed, adds what came with it but after it; a crop removes rejected tokens again."""
+        """Append draft tokens that came with the prompt, once it is compressed; a crop removes rejected ones."""
         if self._drafts is not None and self.segments is not None:
             keys, values = self._drafts
             batch, _, count, _ = keys.shape
@@ -260,7 +275,7 @@ class CompressedLayer(compat.CacheLayerMixin):
             self._drafts = None
 
     def attend(self, query: Tensor, mask: Mask | None, scaling: float) -> Tensor:
-        """Attention of query [B, Hq, q, D] over the stored slots; returns [B, q, Hq, Dv]."""
+        """Attend with query [B, Hq, q, D] to the stored slots; return [B, q, Hq, Dv]."""
         if self._first_pass is not None:
             return self.attend_second_pass(query, scaling)
         cache, segments = self.cache, self._stored
@@ -277,9 +292,9 @@ class CompressedLayer(compat.CacheLayerMixin):
         if pages is None:
             output, attention_sum = decode_attention(query, segments.runs, scaling, allowed, **wanted)
         else:
-            hidden = self._page_mask(mask, new) if special else None
+            page_mask = self._page_mask(mask, new) if special else None
             output, attention_sum, _ = attend_with_pages(
-                query, segments.runs, scaling, pages, allowed, hidden, **wanted
+                query, segments.runs, scaling, pages, allowed, page_mask, **wanted
             )
         if method.evicts_while_decoding or observes.attention_sum or observes.steps:
             view = DecodeView(*self._shared(query, scaling), StoredSlots(segments), self.seen, attention_sum)
@@ -288,10 +303,10 @@ class CompressedLayer(compat.CacheLayerMixin):
                 self._evict(decision)
         if cache.max_decode_slots is not None:
             self._guard(segments, cache.max_decode_slots)
-        return output.transpose(1, 2).contiguous()  # one query: no copy
+        return output.transpose(1, 2).contiguous()  # no copy if q = 1
 
     def _read(self, query: Tensor, scaling: float) -> Pages | None:
-        """Chooses the chunks that this step reads; the pages to read in place, None where there are none."""
+        """Select the chunks that this step reads; return the pages to read in place, if any."""
         store = self.store
         if store is None or not store.choosing:
             return None
@@ -312,7 +327,7 @@ class CompressedLayer(compat.CacheLayerMixin):
         return self.segments
 
     def _page_mask(self, mask: Mask | None, new: int) -> Tensor | None:
-        """What a mask that is not plainly causal says about pages; None = every query may attend to all of them."""
+        """Return the mask of the pages for a mask that is not plain causal; None = all pages are visible."""
         positions = None if self.store is None else self.store.chosen_positions()
         if positions is None:
             return None
@@ -322,7 +337,7 @@ class CompressedLayer(compat.CacheLayerMixin):
         return allowed
 
     def kept(self) -> Tensor:
-        """Positions that a step attends to: int64 [B, H, M], ascending, -1 behind the last."""
+        """Return the positions that a step attends to: int64 [B, H, M], ascending, padded with -1."""
         if self.segments is None:
             raise CacheInUseError("nothing is stored yet: the prompt has not been processed")
         chosen = None if self.store is None else self.store.chosen_positions()
@@ -333,12 +348,12 @@ class CompressedLayer(compat.CacheLayerMixin):
 
     @property
     def stored_slots(self) -> int:
-        """Slots that a step attends to, all sequences and heads."""
+        """Number of slots that a step attends to, over all sequences and heads."""
         own = 0 if self.segments is None else self.segments.total
         return own + (0 if self.store is None else int(self.store.chosen_slots.sum()))
 
     def _evict(self, decision: Decision) -> None:
-        """Carries out the evictions of a decode step."""
+        """Carry out the evictions of a decode step."""
         segments = self._stored
         slots, held = segments.total, segments.held_nbytes
         decisions.evict(segments, decision, self.cache.method.name)
@@ -349,7 +364,7 @@ class CompressedLayer(compat.CacheLayerMixin):
         self.counts.flushes += decision.flushes
 
     def _guard(self, segments: Segments, limit: int) -> None:
-        """Drops the oldest decoded tokens when more than `limit` are stored; an eighth more, so that it is rare."""
+        """Evict the oldest decoded tokens if more than `limit` are stored, down to 7/8 of it, to do so rarely."""
         if self.seen - self.decoded_from <= limit:
             return
         start = self.seen - max(1, limit - limit // 8)

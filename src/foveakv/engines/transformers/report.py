@@ -1,4 +1,4 @@
-"""What happened to one prompt: slots, bytes, evictions, retrievals, times. As a table, a dict, or JSON."""
+"""Report on one prompt: slots, bytes, evictions, retrievals and times, as a table, a dict or JSON."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _TOTALS = (
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One compressed layer. Slots are (KV head, token) pairs summed over sequences; bytes are storage bytes."""
+    """Report on one compressed layer. Slots are (KV head, token) pairs over all sequences; bytes are storage bytes."""
 
     layer: int
     full_slots: int
@@ -58,6 +58,7 @@ class LayerReport:
 
     @classmethod
     def of(cls, layer: CompressedLayer) -> LayerReport:
+        """Create the report of a layer in its current state."""
         segments = layer.segments
         per_column = 0 if layer.prompt_columns == 0 else layer.full_nbytes // layer.prompt_columns
         later = layer.seen - layer.prompt_columns
@@ -79,15 +80,16 @@ class LayerReport:
 
 @dataclass(frozen=True)
 class Report:
-    """A cache at one moment.
+    """Report on a cache at one point in time.
 
-    `full_bytes` is what a plain cache would hold for the same tokens (padding included, as transformers stores it);
-    `stored_bytes` counts storage on the compute device, slack, positions, side tensors and digests included;
-    `peak_bytes` is the highest of it during prefill and decoding; `host_bytes` is the backing store. With a `kv_dtype`
-    the `residual_length` newest tokens are stored in full precision as well, and `saved_by_quantization` is the number
-    of bytes that all this takes less than the same slots in the model's dtype. Seconds are wall time on the host
-    without synchronisation (on an accelerator `foveakv.evaluation.compare` measures properly); `steps` counts the
-    passes over one token, whose median is `token_seconds`. `details` is what the method itself tells.
+    settings: the method and its settings. layers: one report per compressed layer. tokens_seen: tokens of the context.
+    full_bytes: size of a plain cache with the same tokens (padding included, as in transformers). stored_bytes: storage
+    on the compute device, including slack, positions, per-slot fields and digests. peak_bytes: maximum of stored_bytes
+    during prefill and decoding. host_bytes: the backing store. prefill_seconds, token_seconds: wall time on the host
+    without synchronization (for accelerators use `foveakv.evaluation.compare`); token_seconds is the median of `steps`
+    forward passes over one token. details: figures of the method. kv_dtype: dtype of quantized slots; the
+    residual_length newest tokens are stored in full precision. saved_by_quantization: bytes saved compared to the same
+    slots in the model's dtype. method_notes: caveats from the cache and the method.
     """
 
     settings: dict[str, Any]
@@ -108,6 +110,7 @@ class Report:
 
     @classmethod
     def of(cls, cache: CompressedCache) -> Report:
+        """Create the report of a cache in its current state."""
         cache.note_peak()
         layers = [LayerReport.of(layer) for layer in cache.compressed]
         other = cache.stored_nbytes - cache.state_nbytes - sum(layer.stored_bytes for layer in layers)
@@ -138,55 +141,60 @@ class Report:
 
     @property
     def full_slots(self) -> int:
+        """Slots of a cache without compression."""
         return self._total("full_slots")
 
     @property
     def stored_slots(self) -> int:
+        """Slots that a step attends to."""
         return self._total("stored_slots")
 
     @property
     def evicted(self) -> int:
+        """Evicted slots."""
         return self._total("evicted")
 
     @property
     def restored(self) -> int:
+        """Slots that were marked for eviction and kept."""
         return self._total("restored")
 
     @property
     def flushes(self) -> int:
+        """Flushes of recycle bins."""
         return self._total("flushes")
 
     @property
     def retrieved(self) -> int:
-        """Slots that retrieval asked for, whether they were loaded or already there."""
+        """Slots requested by retrieval, whether loaded or already on the device."""
         return self._total("retrieved")
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of the retrieved slots that were already on the device; None where nothing was retrieved."""
+        """Share of the retrieved slots that were already on the device; None if nothing was retrieved."""
         return self._total("hits") / self.retrieved if self.retrieved else None
 
     @property
     def compression(self) -> float:
-        """full_bytes / stored_bytes; 1 while nothing is stored."""
+        """full_bytes / stored_bytes; 1 if nothing is stored."""
         return self.full_bytes / self.stored_bytes if self.stored_bytes else 1.0
 
     @property
     def notes(self) -> list[str]:
-        """What a reader must know before quoting these figures."""
+        """Caveats for readers of the figures."""
         found = list(self.method_notes)
         if self.settings["method"] != "full" and self.evicted == 0 and self.retrieved == 0:
-            found.append("nothing was evicted or retrieved: this run says nothing about the method")
+            found.append("nothing was evicted or retrieved: this run does not measure the method")
         if self.kv_dtype is not None and self.stored_slots and self.saved_by_quantization <= 0:
             found.append(
-                f"kv_dtype={self.kv_dtype!r} saves nothing here: with scales and a residual window of "
+                f"kv_dtype={self.kv_dtype!r} saves no memory: with scales and a residual window of "
                 f"{self.residual_length} tokens per head, quantized slots take {-self.saved_by_quantization:,} bytes "
                 "more than full precision"
             )
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values: settings, totals, times, versions, one entry per layer."""
+        """Return plain values: settings, totals, times, versions, and one entry per layer."""
         totals = {name: getattr(self, name) for name in _TOTALS}
         return {
             "settings": self.settings,
@@ -197,10 +205,11 @@ class Report:
         }
 
     def to_json(self, indent: int | None = 2) -> str:
+        """Return the values of `to_dict` as JSON."""
         return json.dumps(self.to_dict(), indent=indent)
 
     def table(self) -> Table:
-        """The totals as a rich table."""
+        """Return the totals as a rich table."""
         from rich.table import Table
 
         table = Table(title=f"foveakv report: {self.settings['method']}", show_header=False)
@@ -211,7 +220,7 @@ class Report:
             table.add_row("retrieved (hit rate)", f"{self.retrieved:,} ({self.hit_rate:.0%})")
         table.add_row("stored bytes", f"{self.stored_bytes:,} of {self.full_bytes:,} ({self.compression:.1f}x smaller)")
         if self.kv_dtype is not None:
-            table.add_row("stored as", f"{self.kv_dtype}, the newest {self.residual_length} exact")
+            table.add_row("stored as", f"{self.kv_dtype}, newest {self.residual_length} tokens in full precision")
         table.add_row("peak bytes", f"{self.peak_bytes:,}")
         if self.host_bytes:
             table.add_row("host bytes", f"{self.host_bytes:,}")

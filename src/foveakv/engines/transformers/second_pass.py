@@ -1,8 +1,8 @@
 """A second pass over the prompt: the model reads the whole prompt again, after itself.
 
-Methods that score slots by what a repetition of the context attends to (KVzip, arXiv 2505.23416) observe it. The
-decoder runs once more with the inputs of the first pass, at positions that continue the prompt's. The keys and values
-of the repetition are not stored. The prompt's are, in full, until a layer's second pass is over.
+Methods that score slots by the attention from a repetition of the context (KVzip, arXiv 2505.23416) observe it. The
+decoder runs once more with the inputs of the first pass, at positions after those of the prompt. Keys and values of the
+second pass are not stored. Those of the prompt are stored in full until the layer's second pass is complete.
 """
 
 from __future__ import annotations
@@ -19,35 +19,47 @@ from torch.utils.hooks import RemovableHandle
 from foveakv.engines.transformers import compat
 from foveakv.errors import UnsupportedModeError, UnsupportedModelError
 
-_ROWS = 512  # query rows whose mask is formed at once
+_ROWS = 512  # query rows per attention call, to bound the size of the mask
 
 
 def check_supported(model: compat.PreTrainedModel) -> None:
-    """Raises where some layer is not compressed: it would store the second pass as if it were new tokens."""
+    """Check that all layers are compressed; other layers would store the second pass as new tokens.
+
+    Raises:
+        UnsupportedModelError: a layer has sliding-window or linear attention.
+    """
     if any(type(layer) is not compat.DynamicLayer for layer in compat.plain_layers(compat.text_config_of(model))):
         raise UnsupportedModelError(
-            f"{type(model).__name__} has sliding-window or linear-attention layers, which cannot read a prompt twice; "
-            "use a method without a second pass"
+            f"{type(model).__name__} has sliding-window or linear-attention layers, which do not support a second "
+            "pass over the prompt; use a method without a second pass"
         )
 
 
 @dataclass
 class FirstPass:
-    """The decoder's inputs in the first pass."""
+    """Inputs of the decoder in the first pass."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
 
     def record(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A forward pre-hook of the decoder."""
+        """Record the inputs (called by a forward pre-hook of the decoder).
+
+        Raises:
+            UnsupportedModeError: the decoder is called with positional arguments.
+        """
         if args:
             raise UnsupportedModeError(
-                f"{type(module).__name__} takes its inputs by position, so its prompt cannot be read a second time"
+                f"{type(module).__name__} is called with positional arguments, which a second pass over the prompt "
+                "does not support; use a method without a second pass"
             )
         self.arguments = dict(kwargs)
 
 
 def install(decoder: nn.Module, active: Callable[[], FirstPass | None]) -> RemovableHandle:
-    """Hooks the decoder; `active` gives what to record the running pass into, or None."""
+    """Register the hook on the decoder and return its handle.
+
+    active: returns the object that records the running pass, or None.
+    """
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         first = active()
@@ -58,7 +70,7 @@ def install(decoder: nn.Module, active: Callable[[], FirstPass | None]) -> Remov
 
 
 def run(decoder: nn.Module, first: FirstPass, seen: int) -> None:
-    """Runs the decoder over the prompt again. seen: columns of the prompt."""
+    """Run the decoder over the prompt again. seen: number of prompt columns."""
     arguments = dict(first.arguments)
     first.arguments = {}
     reference = arguments.get("inputs_embeds")
@@ -73,7 +85,7 @@ def run(decoder: nn.Module, first: FirstPass, seen: int) -> None:
         if positions.ndim == 3:  # several axes: time, height, width
             last = last.amax(0, keepdim=True)
         arguments["position_ids"] = positions + last + 1
-    arguments["attention_mask"] = None  # `attend_twice` knows the padding
+    arguments["attention_mask"] = None  # `attend_twice` masks the padding
     arguments.pop("position_embeddings", None)
     with torch.no_grad():
         decoder(**arguments)
@@ -82,10 +94,16 @@ def run(decoder: nn.Module, first: FirstPass, seen: int) -> None:
 def attend_twice(
     query: Tensor, keys: tuple[Tensor, Tensor], values: tuple[Tensor, Tensor], real: Tensor, scaling: float
 ) -> Tensor:
-    """Attention of the second pass: row c attends to the whole prompt, and to columns 0 ... c of the repetition.
+    """Attend in the second pass: row c attends to the whole prompt and to columns 0 ... c of the second pass.
 
-    query [B, Hq, C, D]; keys and values: those of the prompt and of the repetition, [B, H, C, D] each; real: bool [B,
-    C], False for padding. Returns [B, Hq, C, Dv].
+    Args:
+        query: [B, Hq, C, D].
+        keys, values: those of the prompt and of the second pass, [B, H, C, D] and [B, H, C, Dv] each.
+        real: bool [B, C], False for padding.
+        scaling: the factor of q . k.
+
+    Returns:
+        [B, Hq, C, Dv].
     """
     columns = query.shape[2]
     group = query.shape[1] // keys[0].shape[1]
@@ -94,7 +112,7 @@ def attend_twice(
     parts = []
     for start in range(0, columns, _ROWS):
         rows = column[start : start + _ROWS, None]
-        own = (column <= rows) & (real[:, None, None] | (column == rows))  # a pad's row sees itself
+        own = (column <= rows) & (real[:, None, None] | (column == rows))  # padding rows see themselves
         mask = torch.cat([real[:, None, None].expand(-1, 1, len(rows), -1), own], -1)
         part = query[:, :, start : start + _ROWS]
         parts.append(F.scaled_dot_product_attention(part, all_keys, all_values, attn_mask=mask, scale=scaling))

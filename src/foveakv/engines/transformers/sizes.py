@@ -1,4 +1,4 @@
-"""Sizes of a cache: its geometry by the model's config, and the bytes of its layers."""
+"""Sizes of a cache: its geometry, from the model's config, and the bytes of its layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from foveakv.core.prompt import PromptMap
 
 
 def geometry_of(config: Any, prompt: PromptMap, layers: int, itemsize: int) -> Geometry:
-    """The geometry of a cache with `layers` compressed layers; itemsize: bytes of one key element."""
+    """Return the geometry of a cache.
+
+    Args:
+        config: config of the text decoder.
+        prompt: map of the prompt.
+        layers: number of compressed layers.
+        itemsize: bytes of one key element.
+    """
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = head_dim(config)
     return Geometry(
@@ -21,16 +28,15 @@ def geometry_of(config: Any, prompt: PromptMap, layers: int, itemsize: int) -> G
 
 
 def head_dim(config: Any) -> int:
-    """Dimension of keys and values, by the text decoder's config."""
+    """Return the dimension of keys and values, from the config of the text decoder."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def layer_nbytes(layer: Any) -> int:
-    """Storage bytes of one cache layer on the compute device, ours or transformers'; each storage counts once."""
-    own: int | None = getattr(layer, "device_nbytes", None)  # ours; transformers' layers have no such property
-    if own is not None:
-        return own
+    """Return the storage bytes of a cache layer on the device, compressed or not; shared storage counts once."""
+    if isinstance(layer, CompressedLayer):
+        return layer.device_nbytes
     fields = vars(layer).values()
-    states = [state for value in fields if isinstance(value, dict) for state in value.values()]  # linear attention's
+    states = [state for value in fields if isinstance(value, dict) for state in value.values()]  # of linear attention
     tensors = [value for value in (*fields, *states) if isinstance(value, Tensor)]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())

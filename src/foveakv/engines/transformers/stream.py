@@ -1,4 +1,4 @@
-"""Which tokens stay in the residual stream while a prompt is read (`token_pruning` shortens it)."""
+"""Tokens kept in the residual stream during a prefill with token pruning (see `token_pruning`)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch import Tensor
 
 @dataclass
 class Stream:
-    """Tokens that stay in the residual stream. index: int64 [B, n], columns, ascending; valid: bool [B, n].
+    """Tokens kept in the residual stream.
 
-    Sequences that keep fewer tokens than the widest are filled at the left, so that the last token stays last. masks:
-    the masks of the shortened sequence, by the identity of the whole one.
+    index: int64 [B, n], columns, ascending. valid: bool [B, n]; sequences that keep fewer tokens than the longest are
+    padded on the left, so that the last token stays last. masks: masks of the shortened sequence, by the id of the full
+    mask.
     """
 
     index: Tensor
@@ -23,7 +24,7 @@ class Stream:
 
     @classmethod
     def of(cls, keep: Tensor) -> Stream:
-        """keep: bool [B, C]."""
-        order = keep.to(torch.int8).argsort(dim=-1, stable=True)  # those that leave first, both in order
+        """Create it from the tokens to keep; keep: bool [B, C]."""
+        order = keep.to(torch.int8).argsort(dim=-1, stable=True)  # pruned columns first, both parts in order
         index = order[:, -int(keep.sum(-1).max()) :]
         return cls(index, keep.gather(1, index))

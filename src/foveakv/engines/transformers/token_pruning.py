@@ -1,7 +1,7 @@
-"""Taking evicted tokens out of the residual stream, so that later layers never compute them.
+"""Token pruning in the residual stream, so that later layers do not compute evicted tokens.
 
-Hooks on the decoder's layers shorten what layer k + 1 and all later ones get during the prefill; the last layer's
-output is spread back to the prompt's length, with zeros where a token left. Logits at those places mean nothing.
+Hooks on the decoder layers shorten the inputs of layer k + 1 and all later layers during the prefill. The output of the
+last layer is scattered back to the length of the prompt, with zeros for pruned tokens, whose logits are meaningless.
 """
 
 from __future__ import annotations
@@ -20,12 +20,16 @@ from foveakv.errors import UnsupportedModeError, UnsupportedModelError
 
 
 def check_supported(model: compat.PreTrainedModel) -> None:
-    """Raises where some layer needs every token of the prompt, or counts tokens by what it gets."""
+    """Check that the model supports token pruning.
+
+    Raises:
+        UnsupportedModelError: a layer needs all tokens of the prompt.
+    """
     config = model.config
     if any(type(layer) is not compat.DynamicLayer for layer in compat.plain_layers(compat.text_config_of(model))):
         raise UnsupportedModelError(
-            f"{type(model).__name__} has sliding-window or linear-attention layers, which count the tokens they get "
-            "and so need all of them; use drop_hidden_states=False"
+            f"{type(model).__name__} has sliding-window or linear-attention layers, which need all tokens of the "
+            "prompt; use drop_hidden_states=False"
         )
     vision = getattr(config, "vision_config", None)
     if getattr(vision, "deepstack_visual_indexes", None):
@@ -36,7 +40,15 @@ def check_supported(model: compat.PreTrainedModel) -> None:
 
 
 def install(layers: nn.ModuleList, active: Callable[[], CompressedCache | None]) -> list[RemovableHandle]:
-    """Hooks all layers; `active` gives the cache of the running forward pass."""
+    """Register the hooks on all layers.
+
+    Args:
+        layers: the decoder layers.
+        active: returns the cache of the running forward pass, or None.
+
+    Returns:
+        The handles that remove the hooks.
+    """
 
     def shorten(layer_idx: int) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -46,7 +58,7 @@ def install(layers: nn.ModuleList, active: Callable[[], CompressedCache | None])
             index = cache.stream.index
             kwargs = dict(kwargs)
             hidden = args[0] if args else kwargs["hidden_states"]
-            if layer_idx == _first_shortened(cache):  # later layers get what this one passes on
+            if layer_idx == _first_shortened(cache):  # later layers receive shortened inputs already
                 hidden = _take(hidden, index)
             if args:
                 args = (hidden, *args[1:])
@@ -72,7 +84,7 @@ def install(layers: nn.ModuleList, active: Callable[[], CompressedCache | None])
             batch = torch.arange(len(index), device=index.device)[:, None].expand_as(index)
             full[batch[valid], index[valid]] = hidden[valid]
             hidden = full
-        cache.stream = None  # the prefill is over; decode steps are not shortened
+        cache.stream = None  # only the prefill is shortened
         return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
     handles = [
@@ -83,13 +95,13 @@ def install(layers: nn.ModuleList, active: Callable[[], CompressedCache | None])
 
 
 def _first_shortened(cache: CompressedCache) -> int:
-    """Index of the first decoder layer that gets fewer tokens."""
+    """Return the index of the first decoder layer with shortened inputs."""
     after = cache.method.prunes_after
     return len(cache.layers) if after is None else cache.compressed[after].layer_idx + 1
 
 
 def _take(tensor: Tensor, index: Tensor) -> Tensor:
-    """Gathers tokens: [..., B or 1, C, D] by index [B, n] -> [..., B, n, D]."""
+    """Gather tokens [..., B or 1, C, D] by index [B, n] into [..., B, n, D]."""
     batch = len(index)
     tensor = tensor.expand(*tensor.shape[:-3], batch, *tensor.shape[-2:])
     where = index[..., None].expand(*tensor.shape[:-3], *index.shape, tensor.shape[-1])
@@ -97,7 +109,7 @@ def _take(tensor: Tensor, index: Tensor) -> Tensor:
 
 
 def _subset(cache: CompressedCache, attention_mask: Any) -> SubsetMask:
-    """The mask of the shortened sequence, shared by the layers that get the same whole mask."""
+    """Return the mask of the shortened sequence, shared by the layers that receive the same full mask."""
     whole = as_mask(attention_mask)
     if isinstance(whole, SubsetMask):
         return whole
