@@ -34,8 +34,9 @@ def head_dim(config: Any) -> int:
 
 def layer_nbytes(layer: Any) -> int:
     """Return the storage bytes of a cache layer on the device, compressed or not; shared storage counts once."""
-    if isinstance(layer, CompressedLayer):
-        return layer.device_nbytes
+    own: int | None = getattr(layer, "device_nbytes", None)  # layers of transformers have no such property
+    if own is not None:
+        return own
     fields = vars(layer).values()
     states = [state for value in fields if isinstance(value, dict) for state in value.values()]  # of linear attention
     tensors = [value for value in (*fields, *states) if isinstance(value, Tensor)]
