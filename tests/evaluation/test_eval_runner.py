@@ -218,7 +218,9 @@ def _ray() -> Iterator[None]:
     import ray
 
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT / "src"), str(ROOT / "tests" / "helpers"), *([before] if before else [])]
+    )
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     try:
         ray.init(
@@ -277,5 +279,5 @@ def test_an_item_that_kills_every_worker_is_an_error(tmp_path: Path, log: Path) 
 def test_a_model_that_does_not_load_is_the_same_error_with_ray(tmp_path: Path, log: Path) -> None:
     with pytest.raises(ModelLoadError, match="there is no such model"):
         run(fake_bench.plan(log), tmp_path / "run", workers=2, factory=fake_bench.make_none)
-    with pytest.raises(InputError, match="give cuda as the device"):
+    with pytest.raises(InputError, match="pass cuda as the device"):
         run(replace(fake_bench.plan(log), device="cuda:1"), tmp_path / "other", workers=2)

@@ -107,7 +107,7 @@ def test_results_of_a_file_that_was_changed_do_not_stay(keynorm: Path) -> None:
     registry._REGISTERED.clear()
     plugins.load_file(keynorm)
     found = Plan.of(["cards-1"], candidates(["keynorm", "snapkv"], [0.5]), 1).conflicts(old)
-    assert found == ["'keynorm 0.5' depends on a file that has changed: its own, or one that its settings name"]
+    assert found == ["'keynorm 0.5' depends on a file that has changed (its own file, or one that its settings name)"]
 
 
 def test_runner_and_report(keynorm: Path, tmp_path: Path) -> None:

@@ -154,10 +154,10 @@ class Summary:
         maps: list[tuple[str, StaticHeads]] = []
         for candidate in sorted(self.candidates, key=lambda c: c.place):
             found = [
-                np.asarray(result.details["static_heads"], dtype=np.float64)
+                np.asarray(result.static_heads, dtype=np.float64)
                 for task in self.tasks
                 for result in self._good.get((task, candidate.label), {}).values()
-                if result.details and result.details.get("static_heads") is not None
+                if result.static_heads is not None
             ]
             if not found or any(one.ndim != 2 or one.shape != found[0].shape for one in found):
                 continue
