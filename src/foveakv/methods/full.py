@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from foveakv.methods.base import Method
+from foveakv.methods.views import Granularity
 
 
 @dataclass
@@ -13,3 +14,7 @@ class Full(Method):
     """Keep every slot. Output is token-for-token equal to the plain model's."""
 
     name: ClassVar[str] = "full"
+
+    @property
+    def granularity(self) -> Granularity:
+        return "token"
