@@ -13,7 +13,8 @@ from simulated import Simulation
 from torch import Tensor
 
 from foveakv.analysis import passes
-from foveakv.analysis.eviction import Trace, TraceProbe, eviction, record, replay
+from foveakv.analysis.attention_trace import Trace, TraceProbe, record
+from foveakv.analysis.eviction import eviction, replay
 from foveakv.analysis.heads import PromptHeads, correlation, head_maps
 from foveakv.analysis.shown import shown
 from foveakv.analysis.sparsity import SparsityProbe, overlap, sparsity, would_evict
