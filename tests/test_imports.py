@@ -64,7 +64,6 @@ LONG_FILES: dict[str, int] = {
     "tests/engines/transformers/test_modes.py": 703,
     "tests/engines/transformers/test_quantized_models.py": 455,
     "tests/helpers/families.py": 957,
-    "tests/kernels/test_cpu_kernel.py": 414,
     "tests/methods/test_hae.py": 489,
     "tests/methods/test_hybridkv.py": 630,
 }
