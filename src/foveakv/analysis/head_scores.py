@@ -109,7 +109,7 @@ def visual_head_scores(
 
     InputError: a sample cannot be used, or no generated token named a target.
     """
-    from foveakv.engines.transformers.session import compress
+    from foveakv.engines.transformers.api import compress
     from foveakv.models.inputs import build_inputs, read_image
 
     tokenizer = getattr(processor, "tokenizer", processor)

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from foveakv.core.columns import held_share
 from foveakv.engines.transformers import compat
+from foveakv.engines.transformers.api import compress
 from foveakv.engines.transformers.cache import layer_nbytes
 from foveakv.engines.transformers.options import CacheOptions, resolve
-from foveakv.engines.transformers.session import compress
 from foveakv.errors import FoveaKVError, InputError, MethodError
 from foveakv.evaluation import environment
 from foveakv.methods import Method, find, get

@@ -11,7 +11,7 @@ import copy
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ class CompressedCache(compat.Cache):
         codes.check_dims(self.kv_dtype, _head_dim(config), _head_dim(config))
         self.trace_wanted = options.trace
         self.owner: weakref.ref[Any] | None = None  # the model this cache was made for
-        self.hold: Callable[[CompressedCache], None] | None = None  # keeps the model attached for a copy's sake
+        self.hold: Callable[[CompressedCache], Any] | None = None  # keeps the model attached for a copy's sake
         self._forget()
 
     def _forget(self) -> None:
@@ -103,6 +103,12 @@ class CompressedCache(compat.Cache):
         if copied.hold is not None:
             copied.hold(copied)
         return copied
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnsupportedModeError(
+            "a compressed cache cannot be pickled: it belongs to a model of this process; use copy.deepcopy(cache) for "
+            "a second cache in the same state"
+        )
 
     def reset(self) -> None:
         """Forgets the prompt; the next forward pass begins a new one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -104,14 +105,20 @@ class Report:
     kv_dtype: str | None = None
     residual_length: int | None = None
     saved_by_quantization: int = 0
+    branches: tuple[dict[str, Any], ...] = ()
 
     @classmethod
-    def of(cls, cache: CompressedCache) -> Report:
+    def of(cls, cache: CompressedCache, branches: Sequence[CompressedCache] = ()) -> Report:
+        """The report of a cache. branches: caches of the same call that are not the prompt's (`guidance_scale`)."""
         cache.note_peak()
         layers = [LayerReport.of(layer) for layer in cache.compressed]
         other = cache.stored_nbytes - sum(layer.stored_bytes for layer in layers)
         single = [seconds for tokens, seconds in cache.steps if tokens == 1]
         return cls(
+            branches=tuple(
+                {"method": other.method.name, "tokens_seen": other.seen, "stored_bytes": other.stored_nbytes}
+                for other in branches
+            ),
             settings=cache.method.describe(),
             layers=layers,
             tokens_seen=cache.seen,
@@ -179,6 +186,11 @@ class Report:
                 f"kv_dtype={self.kv_dtype!r} saves nothing here: with scales and {self.residual_length} exact copies per "
                 f"head, codes take {-self.saved_by_quantization:,} bytes more than the model's own numbers"
             )
+        for branch in self.branches:
+            found.append(
+                f"a second branch of {branch['tokens_seen']:,} tokens (guidance_scale) has its own cache, stored by "
+                f"method {branch['method']} in {branch['stored_bytes']:,} bytes; it is not in these figures"
+            )
         return found
 
     def to_dict(self) -> dict[str, Any]:
@@ -188,6 +200,7 @@ class Report:
             "settings": self.settings,
             **totals,
             "details": self.details,
+            **({"branches": list(self.branches)} if self.branches else {}),
             "layers": [vars(layer) for layer in self.layers],
             "transformers": compat.VERSION,
         }
