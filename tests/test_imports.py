@@ -63,10 +63,6 @@ LONG_FILES: dict[str, int] = {
     "tests/engines/transformers/test_modes.py": 703,
     "tests/engines/transformers/test_quantized_models.py": 455,
     "tests/helpers/families.py": 957,
-    "tests/kernels/test_cpu_kernel.py": 414,
-    "tests/kernels/test_triton_kernel.py": 433,
-    "tests/memory/test_chunks.py": 409,
-    "tests/memory/test_segments.py": 501,
     "tests/methods/test_hae.py": 489,
     "tests/methods/test_hybridkv.py": 630,
 }
