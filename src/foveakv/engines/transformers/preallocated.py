@@ -118,8 +118,8 @@ class PreallocatedSlots:
         new = torch.arange(keys.shape[2], device=keys.device) + self.clock.seen.to(keys.device)
         slot = self.base + new  # [B, H, q]
         position = torch.where(self.clock.real.to(keys.device), new, -1).to(torch.int32)
-        self.keys.scatter_(2, slot[..., None].expand_as(keys), keys)
-        self.values.scatter_(2, slot[..., None].expand_as(values), values)
+        self.keys.scatter_(2, slot[..., None].expand_as(keys), keys.to(self.keys.dtype))
+        self.values.scatter_(2, slot[..., None].expand_as(values), values.to(self.values.dtype))
         self.positions_.scatter_(2, slot, position[:, None].expand_as(slot))
 
     def attend(self, query: Tensor, scaling: float) -> Tensor:
@@ -132,10 +132,10 @@ class PreallocatedSlots:
             rows = torch.arange(new, device=query.device) + self.clock.seen.to(query.device)
             allowed = (allowed & (at <= rows[:, None])).repeat(1, 1, group, 1)
         # The query heads of a group are rows of one attention problem: keys are read once for all of them.
-        rows_of_group = query.reshape(batch, self.heads, group * new, dim)
+        rows_of_group = query.reshape(batch, self.heads, group * new, dim).to(self.keys.dtype)
         allowed = allowed.expand(batch, self.heads, group * new, at.shape[-1])
         output = F.scaled_dot_product_attention(rows_of_group, self.keys, self.values, attn_mask=allowed, scale=scaling)
-        return output.reshape(batch, query_heads, new, -1).transpose(1, 2).contiguous()
+        return output.to(query.dtype).reshape(batch, query_heads, new, -1).transpose(1, 2).contiguous()
 
     # ---- called outside of steps
 
