@@ -110,13 +110,14 @@ def visual_head_scores(
     InputError: a sample cannot be used, or no generated token named a target.
     """
     from foveakv.engines.transformers.api import compress
-    from foveakv.models.inputs import build_inputs, read_image
+    from foveakv.models.images import read_images
+    from foveakv.models.inputs import build_inputs
 
     tokenizer = getattr(processor, "tokenizer", processor)
     total: Tensor | None = None
     count = named = 0
     for sample in samples:
-        pictures = [read_image(image) if isinstance(image, (str, Path)) else image for image in sample.images]
+        pictures = read_images(sample.images)
         inputs = build_inputs(processor, sample.text, pictures, model=model)
         with torch.no_grad(), compress(model, _Watcher()) as session:
             output = model.generate(
