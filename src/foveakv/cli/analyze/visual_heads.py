@@ -22,7 +22,7 @@ def visual_heads(
         typer.Option(help="A folder with samples.jsonl; default: cards made for the embedded model."),
     ] = None,
     allow_urls: AllowUrlsOption = False,
-    items: Annotated[int, typer.Option(min=1, help="Number of cards, without --data.")] = 64,
+    items: Annotated[int, typer.Option(min=1, max=10_000, help="Number of cards, without --data.")] = 64,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the cards.")] = 0,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", min=1, help="Maximum length of an answer.")
