@@ -9,8 +9,8 @@ __version__ = "0.1.0"
 
 # Names are loaded on first use, so that `import foveakv` stays light (no torch, no transformers).
 _HOME = {
-    "compress": "foveakv.engines.transformers.session",
-    "cache_for": "foveakv.engines.transformers.session",
+    "compress": "foveakv.engines.transformers.api",
+    "cache_for": "foveakv.engines.transformers.api",
     "Session": "foveakv.engines.transformers.session",
     "CacheOptions": "foveakv.engines.transformers.options",
     "CompressedCache": "foveakv.engines.transformers.cache",
@@ -39,10 +39,11 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from foveakv.engines.transformers.api import cache_for, compress
     from foveakv.engines.transformers.cache import CompressedCache
     from foveakv.engines.transformers.options import CacheOptions
     from foveakv.engines.transformers.report import Report
-    from foveakv.engines.transformers.session import Session, cache_for, compress
+    from foveakv.engines.transformers.session import Session
     from foveakv.errors import FoveaKVError
     from foveakv.methods import Method
     from foveakv.models.embedded import sample_prompt

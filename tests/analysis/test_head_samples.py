@@ -26,6 +26,7 @@ def test_cards_name_the_picture_that_is_asked_for() -> None:
 
 
 def test_a_folder_of_samples(tmp_path: Path) -> None:
+    tiny_folder.pictures(tmp_path, 1)
     entry = {"prompt": "<image> reads?", "images": ["picture0.png"], "targets": [{"text": "EXIT", "box": [0, 0, 1, 1]}]}
     (tmp_path / "samples.jsonl").write_text(json.dumps(entry) + "\n\n")
     (sample,) = read_samples(tmp_path)
@@ -43,6 +44,7 @@ def test_a_folder_of_samples(tmp_path: Path) -> None:
         '{"prompt": "x", "images": ["a.png"], "target": []}',
         '{"prompt": "x", "images": ["a.png"], "targets": [{"text": "a", "box": [0, 1, 1]}]}',
         '{"prompt": "x", "images": [], "targets": [{}]}',
+        '{"prompt": "x", "images": ["gone.png"]}',
         "",
     ],
 )
@@ -55,7 +57,8 @@ def test_damaged_samples(tmp_path: Path, text: str) -> None:
 
 
 def test_files_as_other_programs_write_them(tmp_path: Path) -> None:
-    entry = {"prompt": "one\u2028two", "images": ["a.png"]}
+    tiny_folder.pictures(tmp_path, 1)
+    entry = {"prompt": "one\u2028two", "images": ["picture0.png"]}
     text = json.dumps(entry, ensure_ascii=False) + "\r\n"
     (tmp_path / "samples.jsonl").write_bytes(text.encode("utf-8-sig"))
     assert [sample.text for sample in read_samples(tmp_path)] == ["one\u2028two"]

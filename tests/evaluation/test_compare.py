@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from foveakv.engines.transformers import compat
-from foveakv.engines.transformers.session import compress
+from foveakv.engines.transformers.api import compress
 from foveakv.errors import BudgetError, InputError, MethodError
 from foveakv.evaluation.compare import (
     BASELINE,

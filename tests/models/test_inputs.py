@@ -135,6 +135,22 @@ def test_grey_and_transparent_pictures_become_rgb(tmp_path: Path) -> None:
         assert read_image(file).mode == "RGB"
 
 
+def test_a_prompt_that_is_no_text(plain: Any) -> None:
+    with pytest.raises(InputError, match="not valid Unicode"):
+        build_inputs(plain, "what is \udcff?")
+
+
+def test_helpers_at_the_top_level() -> None:
+    import foveakv
+    from foveakv.models.embedded import sample_prompt
+    from foveakv.models.images import read_images
+
+    assert foveakv.build_inputs is build_inputs
+    assert foveakv.read_images is read_images
+    assert foveakv.sample_prompt is sample_prompt
+    assert {"build_inputs", "read_images", "sample_prompt"} <= set(foveakv.__all__)
+
+
 def test_a_template_that_fails_is_named(plain: Any) -> None:
     broken = tiny_folder.processor(chat=True)
     broken.chat_template = "{{ raise_exception('roles must alternate') }}"

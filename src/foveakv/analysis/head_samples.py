@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,6 +15,10 @@ from foveakv.evaluation.lines import PromptLine, read_lines
 from foveakv.evaluation.schema import Count, Real
 from foveakv.evaluation.tasks.drawn import row
 from foveakv.models.embedded.samples import TELL
+from foveakv.models.images import read_image
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 CARDS = 4
 EXAMPLE = '{"prompt": "...", "images": ["a.png"], "targets": [{"text": "EXIT", "image": 0}]}'
@@ -41,20 +47,25 @@ def card_samples(count: int, seed: int = 0) -> list[HeadSample]:
     return samples
 
 
-def read_samples(folder: Path) -> list[HeadSample]:
+def read_samples(folder: Path, *, allow_urls: bool = False) -> list[HeadSample]:
     """The samples of a folder: `samples.jsonl`, one line per sample, with image files relative to the folder:
 
         {"prompt": "...", "images": ["a.png"], "targets": [{"text": "EXIT", "image": 0, "box": [0.1, 0.2, 0.5, 0.4]}]}
 
     Raises:
-        InputError: the file is missing or empty, or a line is wrong; the message has its number.
+        InputError: the file is missing or empty, or a line or image is wrong; the message has its number.
     """
+
+    def checked(name: str) -> Path | Image:
+        image = read_image(name, folder=folder, allow_urls=allow_urls)
+        path = folder / name
+        return path if os.path.isfile(path) else image  # thousands of decoded images need too much memory
 
     def sample(number: int, line: _Line) -> HeadSample:
         if not line.images:
             raise InputError("a sample needs at least one image")
         targets = [Target(each.text, each.image, _box(each.box)) for each in line.targets]
-        return HeadSample(line.prompt, [folder / name for name in line.images], targets)
+        return HeadSample(line.prompt, [checked(name) for name in line.images], targets)
 
     return read_lines(folder / "samples.jsonl", _Line, sample, EXAMPLE)
 

@@ -130,14 +130,15 @@ def visual_head_scores(
     Raises:
         InputError: a sample is invalid, or no generated token named a target.
     """
-    from foveakv.engines.transformers.session import compress
-    from foveakv.models.inputs import build_inputs, read_image
+    from foveakv.engines.transformers.api import compress
+    from foveakv.models.images import read_images
+    from foveakv.models.inputs import build_inputs
 
     tokenizer = getattr(processor, "tokenizer", processor)
     total: Tensor | None = None
     count = named = 0
     for sample in samples:
-        images = [read_image(image) if isinstance(image, (str, Path)) else image for image in sample.images]
+        images = read_images(sample.images)
         inputs = build_inputs(processor, sample.text, images, model=model)
         with torch.no_grad(), compress(model, _Watcher()) as session:
             output = model.generate(

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foveakv.engines.transformers.api import compress
 from foveakv.engines.transformers.cache import CompressedCache
-from foveakv.engines.transformers.session import compress
 from foveakv.errors import InputError
 from foveakv.methods import Method
 

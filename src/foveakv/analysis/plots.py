@@ -12,6 +12,7 @@ from foveakv.analysis.eviction import GREEDY, Eviction
 from foveakv.analysis.heads import PromptHeads, correlation
 from foveakv.analysis.sparsity import PAPER_OVERLAP, THRESHOLD, Sparsity
 from foveakv.analysis.viz import _PLAIN, _figure
+from foveakv.util.files import save_figure
 
 _COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _DASHES = ("-", "--", "-.", ":")
@@ -48,7 +49,7 @@ def draw_heads(path: str | Path, maps: PromptHeads) -> None:
     left.legend(fontsize=7, loc="lower left", frameon=False)
     if several:
         _agreement(below, right, maps)
-    figure.savefig(path, dpi=110)
+    save_figure(figure, path)
 
 
 def _map(
@@ -142,7 +143,7 @@ def draw_sparsity(path: str | Path, result: Sparsity) -> None:
             ax.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
     several = f"mean of {len(result.prompts)} prompts, band from lowest to highest" if len(result.prompts) > 1 else ""
     figure.suptitle(several or result.prompts[0].label, fontsize=10, **_PLAIN)
-    figure.savefig(path, dpi=110)
+    save_figure(figure, path)
 
 
 def _band(ax: Any, layers: list[int], rows: Sequence[Sequence[float]], style: int, label: str) -> None:
@@ -191,7 +192,7 @@ def draw_eviction(path: str | Path, result: Eviction) -> None:
     third.set_title("traces on which the bin loses no more", fontsize=10, loc="left")
     _finish(third)
     third.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
-    figure.savefig(path, dpi=110)
+    save_figure(figure, path)
 
 
 def _short(label: str) -> str:

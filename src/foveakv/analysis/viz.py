@@ -12,6 +12,7 @@ from torch import Tensor
 from foveakv.core.patches import image_columns, patch_grid
 from foveakv.errors import InputError, MissingDependencyError
 from foveakv.evaluation.compare import BASELINE, Comparison, Row
+from foveakv.util.files import save_figure
 from foveakv.util.texts import one_line, size_text
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def draw_kept(
             spine.set_visible(False)
     _brightness_bar(figure, axes)
     figure.suptitle(title, fontsize=11, **_PLAIN)
-    figure.savefig(path, dpi=110)
+    save_figure(figure, path)
 
 
 def draw_comparison(path: str | Path, comparison: Comparison) -> None:
@@ -127,7 +128,7 @@ def draw_comparison(path: str | Path, comparison: Comparison) -> None:
         ax.spines[["top", "right"]].set_visible(False)
         ax.tick_params(labelsize=9)
     axes[0].invert_yaxis()
-    figure.savefig(path, dpi=110)
+    save_figure(figure, path)
 
 
 def _answer(row: Row) -> str:

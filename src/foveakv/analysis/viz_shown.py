@@ -12,6 +12,7 @@ from foveakv.analysis.shown import Share, Shown
 from foveakv.analysis.viz import _PLAIN, _brightness_bar, _figure, _row_label, shade
 from foveakv.core.patches import image_columns
 from foveakv.errors import InputError
+from foveakv.util.files import save_figure
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -102,7 +103,7 @@ def _draw(
             spine.set_visible(False)
     _brightness_bar(figure, axes)
     figure.suptitle(title if len(title) <= 90 else title[:87] + "...", fontsize=11, **_PLAIN)
-    figure.savefig(path, dpi=110)
+    save_figure(figure, path)
 
 
 def _token(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from pathlib import Path
@@ -46,6 +47,8 @@ def main() -> None:
     try:
         if sys.stdout is None:
             common.fail("standard output is closed")
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not know every character
         try:
             app()
         except SystemExit as end:

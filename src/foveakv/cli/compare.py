@@ -148,12 +148,10 @@ def _write(result: Comparison, task: _Task, json: Path | None, plot: Path | None
     if plot is not None:
         from foveakv.analysis.viz import draw_comparison
 
-        with files.replacing(plot) as temporary:
-            draw_comparison(temporary, result)
+        draw_comparison(plot, result)
     if kept_png is not None:
         from foveakv.analysis.viz import draw_kept
 
         title = task.question + ("" if task.expected is None else f"   (expected: {task.expected})")
-        with files.replacing(kept_png) as temporary:
-            draw_kept(temporary, task.images, result, captions=task.captions, title=title)
+        draw_kept(kept_png, task.images, result, captions=task.captions, title=title)
     common.say_written(json, plot, kept_png)

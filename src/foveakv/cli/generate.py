@@ -60,8 +60,8 @@ def generate(
     """
     from foveakv.cli.progress import EchoStreamer, PrefillBar
     from foveakv.cli.settings import build_method
+    from foveakv.engines.transformers.api import compress
     from foveakv.engines.transformers.options import CacheOptions
-    from foveakv.engines.transformers.session import compress
     from foveakv.evaluation import environment
     from foveakv.models.inputs import build_inputs
 

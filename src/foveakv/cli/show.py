@@ -134,10 +134,6 @@ def _draw(
 
     title = f"{result.settings['method']}: {task.question}"
     if out is not None:
-        with files.replacing(out) as temporary:
-            draw_rows(temporary, task.images, result, captions=task.captions, title=title)
+        draw_rows(out, task.images, result, captions=task.captions, title=title)
     if filmstrip is not None:
-        with files.replacing(filmstrip) as temporary:
-            draw_filmstrip(
-                temporary, task.images, result, captions=task.captions, title=title, texts=texts, frames=frames
-            )
+        draw_filmstrip(filmstrip, task.images, result, captions=task.captions, title=title, texts=texts, frames=frames)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from foveakv.core.columns import held_share
 from foveakv.engines.transformers import compat
+from foveakv.engines.transformers.api import compress
 from foveakv.engines.transformers.options import CacheOptions, resolve
-from foveakv.engines.transformers.session import compress
 from foveakv.engines.transformers.sizes import layer_nbytes
 from foveakv.errors import FoveaKVError, InputError, MethodError
 from foveakv.evaluation import environment

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from foveakv.core.prompt import PromptMap
 from foveakv.engines.transformers import compat
+from foveakv.engines.transformers.api import cache_for
 from foveakv.engines.transformers.cache import CompressedCache
-from foveakv.engines.transformers.session import cache_for
 from foveakv.errors import UnsupportedModeError
 from foveakv.methods.base import Method
 from foveakv.methods.views import Observes, PrefillView, PromptView, State

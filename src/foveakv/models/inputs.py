@@ -74,6 +74,10 @@ def _split(processor: Any, prompt: str, images: int) -> list[str]:
     """The texts between the images: images + 1 pieces."""
     if not prompt.strip():
         raise InputError("the prompt is empty")
+    try:
+        prompt.encode("utf8")
+    except UnicodeEncodeError:
+        raise InputError("the prompt is not valid Unicode text (it has bytes that are not UTF-8)") from None
     pieces = _cut(processor, prompt)
     marks = len(pieces) - 1
     if marks == 0 and images:

@@ -83,6 +83,12 @@ def write_json(path: str | os.PathLike[str], data: Any) -> None:
     write_text(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
 
 
+def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
+    """Write a matplotlib figure in the format of the file's suffix. OutputError: see `replacing`."""
+    with replacing(path) as temporary:
+        figure.savefig(temporary, dpi=110)
+
+
 def _target(path: Path) -> Path | None:
     """The regular file that a write replaces, with links followed; None where the content is written into `path`."""
     try:

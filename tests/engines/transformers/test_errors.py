@@ -15,7 +15,7 @@ import transformers
 import foveakv
 from foveakv import methods
 from foveakv.core.budget import parse_budget
-from foveakv.engines.transformers.session import compress
+from foveakv.engines.transformers.api import compress
 from foveakv.errors import (
     BudgetError,
     CacheInUseError,

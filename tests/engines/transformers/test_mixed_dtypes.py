@@ -96,6 +96,16 @@ def test_backends(name: str, backend: str, kv_dtype: str | None) -> None:
     assert largest_difference(got, want) < TOLERANCE
 
 
+@pytest.mark.parametrize("name", ["full", "snapkv"])
+def test_preallocated_slots(name: str) -> None:
+    model, inputs = matrix.model("llava"), families.batch("llava").inputs
+    with foveakv.compress(model, matrix.method(name)):
+        want = logits_of(model, inputs)
+    with foveakv.compress(model, matrix.method(name), preallocate=16):
+        got = logits_of(model, inputs)
+    assert largest_difference(got, want) < TOLERANCE
+
+
 def test_a_model_in_bfloat16_decoded_under_autocast_in_float16() -> None:
     """The prompt is stored in one dtype, and what is added has another."""
     model, inputs = families.build("llama", dtype=torch.bfloat16), families.prompt("llama")

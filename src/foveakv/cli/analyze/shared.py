@@ -45,6 +45,5 @@ def write(result: Any, model: Any, json: Path | None, csv: Path | None, plot: Pa
     if plot is not None:
         from foveakv.analysis import plots as analysis_plots
 
-        with files.replacing(plot) as temporary:
-            getattr(analysis_plots, drawing)(temporary, result)
+        getattr(analysis_plots, drawing)(plot, result)
     common.say_written(json, csv, plot)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from foveakv.cli import common
-from foveakv.cli.common import DebugOption, DeviceOption, DtypeOption, ModelOption, TrustOption
+from foveakv.cli.common import AllowUrlsOption, DebugOption, DeviceOption, DtypeOption, ModelOption, TrustOption
 from foveakv.errors import InputError
 from foveakv.util import files
 
@@ -21,7 +21,8 @@ def visual_heads(
         Path | None,
         typer.Option(help="A folder with samples.jsonl; default: cards made for the embedded model."),
     ] = None,
-    items: Annotated[int, typer.Option(min=1, help="Number of cards, without --data.")] = 64,
+    allow_urls: AllowUrlsOption = False,
+    items: Annotated[int, typer.Option(min=1, max=10_000, help="Number of cards, without --data.")] = 64,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the cards.")] = 0,
     max_new_tokens: Annotated[
         int, typer.Option("--max-new-tokens", "-n", min=1, help="Maximum length of an answer.")
@@ -41,7 +42,7 @@ def visual_heads(
     files.check_output_files(out)
     if out.suffix not in (".json", ".safetensors"):
         raise InputError(f"{out}: a file of head scores is named .json or .safetensors")
-    samples = card_samples(items, seed) if data is None else read_samples(data)
+    samples = card_samples(items, seed) if data is None else read_samples(data, allow_urls=allow_urls)
     loaded = common.load_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
     with common.messages().status("answering the samples"):
         scores = visual_head_scores(loaded.model, loaded.processor, samples, max_new_tokens=max_new_tokens)

@@ -44,7 +44,7 @@ def run(
             "of --budgets. Repeat it for several."
         ),
     ] = None,
-    items: Annotated[int, typer.Option(min=1, help="Number of items per task.")] = 200,
+    items: Annotated[int, typer.Option(min=1, max=100_000, help="Number of items per task.")] = 200,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the items.")] = 0,
     model: ModelOption = "demo",
     workers: Annotated[

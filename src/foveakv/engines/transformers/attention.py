@@ -1,39 +1,70 @@
 """The attention functions that transformers calls while a model is attached.
 
-For every base implementation (sdpa, eager, flash_attention_2, ...) there is one of ours, `foveakv_<base>`. Dense
-attention (prefill, and layers that are not compressed) goes to the base with exactly the mask it expects; attention
-over stored slots goes to `CompressedLayer.attend`.
+For every base implementation (sdpa, eager, flash_attention_2, ...) one named `foveakv_<base>` is registered with
+transformers. Dense attention (prefill, and layers that are not compressed) is passed to the base with exactly the mask
+that it expects; attention over stored slots is computed by `CompressedLayer.attend`.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from foveakv.engines.transformers import compat
-from foveakv.engines.transformers.handle import KVHandle
+from foveakv.engines.transformers.handle import PREFIX, KVHandle
 from foveakv.engines.transformers.masks import LazyMask, as_mask
 from foveakv.errors import UnsupportedModelError
 
-PREFIX = "foveakv_"
 # Arguments that change the attention's arithmetic in ways that the decode kernels do not implement.
 _FOREIGN = ("softcap", "s_aux", "position_bias")
 
 
-def implementation(base: str) -> str:
-    """Registers (once) and names our implementation on top of `base`."""
-    name = PREFIX + base
+class Implementation(str):
+    """The name `foveakv_<base>` of an attention implementation, of which every copy is the plain `<base>`.
+
+    A config with this name that is deep-copied, pickled or saved belongs to a model that is not attached.
+    """
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[type[str], tuple[str]]:
+        return str, (self.removeprefix(PREFIX),)
+
+
+def implementation(base: str) -> Implementation:
+    """Registers the implementation on top of `base` with transformers (once), and returns its name."""
+    name = Implementation(PREFIX + base)
     if name not in compat.ALL_ATTENTION_FUNCTIONS:
-        compat.register_attention(name, _attention(base), _mask(base))
+        compat.register_attention(str(name), _attention(base), _mask(base))
     return name
 
 
-def _mask(base: str) -> Any:
-    def lazy_mask(**arguments: Any) -> LazyMask:
-        return LazyMask(base, arguments)
+class _Thread(threading.local):
+    """What the mask functions need to know of the calling thread. lazy: whether it is in a compressed call."""
 
-    return lazy_mask
+    lazy = False
+
+
+thread = _Thread()
+
+
+def _mask(base: str) -> Any:
+    """The mask function that goes with the implementation on top of `base`.
+
+    In a compressed call it keeps the description of the mask. In other calls, which run in other threads while a model
+    is attached, it builds the base's own mask: the model may be detached before such a pass has reached its attention.
+    """
+
+    def mask(**arguments: Any) -> Any:
+        if thread.lazy or torch.compiler.is_compiling():
+            return LazyMask(base, arguments)
+        build = compat.base_mask(base)
+        return None if build is None else build(**arguments)
+
+    return mask
 
 
 def _attention(base: str) -> Any:

@@ -12,7 +12,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -77,7 +77,7 @@ class CompressedCache(compat.Cache):
         self.storage = Storage(method.name, options.backend, options.kv_dtype, options.residual_length)
         self.trace_wanted = options.trace
         self.owner: weakref.ref[Any] | None = None  # the model this cache was created for
-        self.hold: Callable[[CompressedCache], None] | None = None  # keeps the model attached while a copy exists
+        self.hold: Callable[[CompressedCache], Any] | None = None  # keeps the model attached while a copy exists
         self._forget()
 
     def _forget(self) -> None:
@@ -111,6 +111,12 @@ class CompressedCache(compat.Cache):
         if copied.hold is not None:
             copied.hold(copied)
         return copied
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise UnsupportedModeError(
+            "a compressed cache cannot be pickled: it belongs to a model of this process; use copy.deepcopy(cache) for "
+            "a second cache in the same state"
+        )
 
     def reset(self) -> None:
         """Discard the prompt; the next forward pass starts a new one."""

@@ -98,7 +98,7 @@ def register_attention(name: str, attention: Callable[..., Any], mask: Callable[
 
 
 def lost_in_chunks(inputs: Mapping[str, Any]) -> list[str]:
-    """The picture, video and audio inputs that this transformers drops when a prompt is read in chunks.
+    """The image, video and audio inputs that this transformers drops when a prompt is read in chunks.
 
     Versions that can encode them before the first chunk list `mm_encoder_outputs` among the names of the prefill.
     """
@@ -106,6 +106,20 @@ def lost_in_chunks(inputs: Mapping[str, Any]) -> list[str]:
     if "mm_encoder_outputs" in media:
         return []
     return [name for name in media if inputs.get(name) is not None]
+
+
+def own_cache_class(model: PreTrainedModel) -> bool:
+    """Whether the model needs a cache class of its own and cannot run with a `DynamicCache`."""
+    return not model._supports_default_dynamic_cache()
+
+
+def misplaces_guidance(model: PreTrainedModel) -> bool:
+    """Whether classifier-free guidance fails in transformers itself for this model.
+
+    M-RoPE models build the position ids of a pass without any from the whole attention mask, which is longer than the
+    new tokens in the unconditional branch.
+    """
+    return any("rope_deltas" in vars(module) for module in model.modules())
 
 
 def tokens_to_remove(amount: Any, seen: int) -> int:

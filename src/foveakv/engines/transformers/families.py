@@ -45,6 +45,13 @@ FAMILIES: tuple[Family, ...] = (
     Family("mllama", "Llama 3.2 Vision", reason="its images live in cross-attention layers, not in the prompt"),
     Family("llama4", "Llama 4", reason="its generate() fails in transformers 5.24 itself, so nothing can be verified"),
 )  # fmt: skip
+# `model_type` of the text decoders of these families; what their attention does with a cache is covered by the tests.
+TESTED_DECODERS = frozenset(
+    {
+        "gemma3_text", "glm4v_text", "llama", "mistral", "phi4_multimodal", "qwen2", "qwen2_5_vl_text", "qwen2_vl_text",
+        "qwen3", "qwen3_5_text", "qwen3_vl_text",
+    }
+)  # fmt: skip
 _BY_TYPE = {family.model_type: family for family in FAMILIES}
 
 
@@ -60,6 +67,8 @@ def check_supported(model: Any) -> None:
         raise UnsupportedModelError(f"{family.title} is not supported: {family.reason}")
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{type(model).__name__} is an encoder-decoder model; only decoders are supported")
+    if compat.own_cache_class(model):
+        raise UnsupportedModelError(f"{type(model).__name__} is not supported: it needs a cache class of its own")
     config = compat.text_config_of(model)
     if not any(type(layer) is compat.DynamicLayer for layer in compat.plain_layers(config)):
         raise UnsupportedModelError(f"{type(model).__name__} has no plain attention layer to compress")

@@ -61,6 +61,12 @@ def check_generate(model: Any, method: Method, kwargs: dict[str, Any], max_decod
         )
     if _setting(model, kwargs, "penalty_alpha"):
         raise UnsupportedModeError(f"{method.name} does not support contrastive search; remove penalty_alpha")
+    guidance = _setting(model, kwargs, "guidance_scale")
+    if guidance not in (None, 1) and compat.misplaces_guidance(model):
+        raise UnsupportedModeError(
+            f"guidance_scale: transformers {compat.VERSION} gives the unconditional branch of a {type(model).__name__} "
+            "position ids of the wrong length, with a plain cache too; remove guidance_scale"
+        )
     if kwargs.get("custom_generate") is not None:
         raise UnsupportedModeError(f"{method.name} does not support custom_generate; it may bypass the cache")
     if _setting(model, kwargs, "output_attentions"):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from foveakv.core.columns import in_order
 from foveakv.engines.transformers import compat, decisions
+from foveakv.engines.transformers.contract import OwningCache
 from foveakv.engines.transformers.counts import Counts
 from foveakv.engines.transformers.handle import KVHandle
 from foveakv.engines.transformers.masks import Mask, stored_mask, visible_rows
@@ -23,9 +24,6 @@ from foveakv.memory.pages import Pages
 from foveakv.memory.segments import Segments
 from foveakv.methods.views import Decision, DecodeView, PrefillView, PromptView, ReadView, Repeated, State
 
-if TYPE_CHECKING:
-    from foveakv.engines.transformers.cache import CompressedCache
-
 
 class CompressedLayer(compat.CacheLayerMixin):
     """Compressed keys and values of one layer. Reported lengths are logical: tokens seen, not slots stored."""
@@ -34,7 +32,7 @@ class CompressedLayer(compat.CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, cache: CompressedCache, layer_idx: int, compressed_idx: int) -> None:
+    def __init__(self, cache: OwningCache, layer_idx: int, compressed_idx: int) -> None:
         super().__init__()
         self._cache = weakref.ref(cache)  # weak: a reference cycle would delay freeing the memory
         self.layer_idx = layer_idx
@@ -58,12 +56,12 @@ class CompressedLayer(compat.CacheLayerMixin):
         self.is_initialized = False
 
     @property
-    def cache(self) -> CompressedCache:
+    def cache(self) -> OwningCache:
         """The cache that owns this layer."""
         cache = self._cache()
         if cache is None:
             raise CacheInUseError(
-                "the CompressedCache of this layer no longer exists; keep a reference to it while generating"
+                "the OwningCache of this layer no longer exists; keep a reference to it while generating"
             )
         return cache
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from foveakv.engines.transformers import compat
+from foveakv.errors import UnsupportedModeError
 
 
 @dataclass
@@ -60,24 +61,90 @@ class LazyMask:
         return allowed
 
 
+# An additive mask value from here on leaves a weight of exp(-1e4) = 0 in every floating-point type.
+_BLOCKED = -1e4
+
+
 @dataclass
 class TensorMask:
-    """A 4-D mask that the caller prepared; it covers all tokens seen, whatever is stored of them."""
+    """A 4-D mask [B or 1, heads, q, seen + q] that the caller prepared; it covers all tokens seen, stored or not.
+
+    Boolean (True: may be attended to) or additive (0, or -inf and the like), the same for all heads; `visible` raises
+    `UnsupportedModeError` for others.
+    """
 
     mask: Tensor
     plain: bool = False
+    _visible: Tensor | None = None
 
     def padded_from(self, column: int) -> bool:
+        """False: what is padding is in the mask itself."""
         return False
 
     def dense(self) -> Tensor:
+        """The mask as it was prepared, for attention over dense keys."""
         return self.mask
 
+    @property
+    def visible(self) -> Tensor:
+        """bool [B or 1, q, seen + q], True where a query may attend to a key."""
+        if self._visible is None:
+            self._visible = _visible(self.mask)
+        return self._visible
+
     def allowed(self, batch: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-        visible = self.mask if self.mask.dtype == torch.bool else self.mask >= 0
+        """Elementwise test; the three index tensors broadcast against each other."""
+        visible = self.visible
         rows = queries - (visible.shape[-1] - visible.shape[-2])
+        if bool((rows < 0).any()):
+            raise UnsupportedModeError(
+                "a 4-D attention mask has the rows of one forward pass only, and rows of earlier ones are needed; pass "
+                "the prompt at once, or a 2-D mask (1 = token, 0 = padding)"
+            )
         batch = batch if visible.shape[0] > 1 else torch.zeros_like(batch)
-        return visible[batch, 0, rows, keys]
+        return visible[batch, rows, keys]
+
+
+def _visible(mask: Tensor) -> Tensor:
+    if mask.dtype == torch.bool:
+        visible = mask
+    elif mask.is_floating_point():
+        visible = mask == 0
+        if not bool((visible | (mask <= _BLOCKED)).all()):
+            raise UnsupportedModeError(
+                "a 4-D additive attention mask may contain only 0 and -inf (or the dtype's lowest value): a bias such "
+                "as ALiBi is not supported over stored slots"
+            )
+    else:
+        raise UnsupportedModeError(f"a 4-D attention mask must be boolean or additive, got {mask.dtype}")
+    if mask.shape[1] > 1 and mask.stride(1) != 0 and not bool((visible == visible[:, :1]).all()):
+        raise UnsupportedModeError("a 4-D attention mask that differs between heads is not supported over stored slots")
+    return visible[:, 0]
+
+
+def check_prepared(mask: Any, seen: int, new: int) -> bool:
+    """Whether a mask was prepared by the caller, as a 4-D tensor or a dict of them, one for each kind of layer.
+
+    Raises:
+        UnsupportedModeError: stored slots cannot be attended to under this mask exactly as dense keys would be.
+    """
+    if isinstance(mask, dict):
+        # The others belong to layers that are not compressed.
+        return check_prepared(mask.get("full_attention"), seen, new)
+    if mask is None or isinstance(mask, LazyMask) or (isinstance(mask, Tensor) and mask.ndim == 2):
+        return False
+    if not isinstance(mask, Tensor) or mask.ndim != 4:
+        kind = f"of {mask.ndim} dimensions" if isinstance(mask, Tensor) else f"as a {type(mask).__name__}"
+        raise UnsupportedModeError(
+            f"an attention mask {kind} is not supported; pass a 2-D mask (1 = token, 0 = padding) or a 4-D tensor"
+        )
+    if tuple(mask.shape[-2:]) != (new, seen + new):
+        raise UnsupportedModeError(
+            f"a 4-D attention mask must cover the {new} new tokens and all {seen + new} tokens seen, stored or not: "
+            f"expected [..., {new}, {seen + new}], got {list(mask.shape)}"
+        )
+    _visible(mask)
+    return True
 
 
 @dataclass

@@ -11,7 +11,7 @@ around the forward pass, outside the graph.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,14 +19,12 @@ from torch.nn import functional as F
 from transformers import CompileConfig
 from transformers.masking_utils import causal_mask_function
 
+from foveakv.engines.transformers.contract import OwningCache
 from foveakv.engines.transformers.handle import KVHandle
 from foveakv.engines.transformers.layer import CompressedLayer
 from foveakv.engines.transformers.masks import LazyMask, Mask, SubsetMask
 from foveakv.errors import CacheInUseError, UnsupportedModeError
 from foveakv.memory.segments import Segments
-
-if TYPE_CHECKING:
-    from foveakv.engines.transformers.cache import CompressedCache
 
 # M is rounded up to a multiple of this: prompts of similar lengths share a compiled step, and rows are aligned.
 GRAIN = 64
@@ -118,8 +116,8 @@ class PreallocatedSlots:
         new = torch.arange(keys.shape[2], device=keys.device) + self.clock.seen.to(keys.device)
         slot = self.base + new  # [B, H, q]
         position = torch.where(self.clock.real.to(keys.device), new, -1).to(torch.int32)
-        self.keys.scatter_(2, slot[..., None].expand_as(keys), keys)
-        self.values.scatter_(2, slot[..., None].expand_as(values), values)
+        self.keys.scatter_(2, slot[..., None].expand_as(keys), keys.to(self.keys.dtype))
+        self.values.scatter_(2, slot[..., None].expand_as(values), values.to(self.values.dtype))
         self.positions_.scatter_(2, slot, position[:, None].expand_as(slot))
 
     def attend(self, query: Tensor, scaling: float) -> Tensor:
@@ -132,10 +130,10 @@ class PreallocatedSlots:
             rows = torch.arange(new, device=query.device) + self.clock.seen.to(query.device)
             allowed = (allowed & (at <= rows[:, None])).repeat(1, 1, group, 1)
         # The query heads of a group are rows of one attention problem: keys are read once for all of them.
-        rows_of_group = query.reshape(batch, self.heads, group * new, dim)
+        rows_of_group = query.reshape(batch, self.heads, group * new, dim).to(self.keys.dtype)
         allowed = allowed.expand(batch, self.heads, group * new, at.shape[-1])
         output = F.scaled_dot_product_attention(rows_of_group, self.keys, self.values, attn_mask=allowed, scale=scaling)
-        return output.reshape(batch, query_heads, new, -1).transpose(1, 2).contiguous()
+        return output.to(query.dtype).reshape(batch, query_heads, new, -1).transpose(1, 2).contiguous()
 
     # ---- called outside of steps
 
@@ -234,7 +232,7 @@ class PreallocatedLayer(CompressedLayer):
         return self.slots.attend(query, scaling)
 
 
-def preallocate(cache: CompressedCache) -> Clock:
+def preallocate(cache: OwningCache) -> Clock:
     """Moves all layers of a cache whose prompt is complete to preallocated slots, one after the other."""
     layers = [layer for layer in cache.compressed if isinstance(layer, PreallocatedLayer)]
     first = layers[0].segments
@@ -246,7 +244,7 @@ def preallocate(cache: CompressedCache) -> Clock:
     return clock
 
 
-def check_causal(cache: CompressedCache, mask: Mask | None) -> None:
+def check_causal(cache: OwningCache, mask: Mask | None) -> None:
     """Raises `UnsupportedModeError` where a mask is more than causal order and padding."""
     whole = mask.whole if isinstance(mask, SubsetMask) else mask
     if whole is None or (isinstance(whole, LazyMask) and whole.arguments["mask_function"] is causal_mask_function):

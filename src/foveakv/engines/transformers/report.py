@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -107,16 +108,24 @@ class Report:
     residual_length: int | None = None
     saved_by_quantization: int = 0
     method_notes: tuple[str, ...] = ()
+    branches: tuple[dict[str, Any], ...] = ()
 
     @classmethod
-    def of(cls, cache: CompressedCache) -> Report:
-        """Create the report of a cache in its current state."""
+    def of(cls, cache: CompressedCache, branches: Sequence[CompressedCache] = ()) -> Report:
+        """Create the report of a cache in its current state.
+
+        branches: caches of the same call that are not the prompt's (`guidance_scale`).
+        """
         cache.note_peak()
         layers = [LayerReport.of(layer) for layer in cache.compressed]
         other = cache.stored_nbytes - cache.state_nbytes - sum(layer.stored_bytes for layer in layers)
         results = cache.results
         single = [seconds for tokens, seconds in cache.steps if tokens == 1]
         return cls(
+            branches=tuple(
+                {"method": other.method.name, "tokens_seen": other.seen, "stored_bytes": other.stored_nbytes}
+                for other in branches
+            ),
             settings=cache.method.describe(),
             layers=layers,
             tokens_seen=cache.seen,
@@ -191,6 +200,11 @@ class Report:
                 f"{self.residual_length} tokens per head, quantized slots take {-self.saved_by_quantization:,} bytes "
                 "more than full precision"
             )
+        for branch in self.branches:
+            found.append(
+                f"a second branch of {branch['tokens_seen']:,} tokens (guidance_scale) has its own cache, stored by "
+                f"method {branch['method']} in {branch['stored_bytes']:,} bytes; it is not in these figures"
+            )
         return found
 
     def to_dict(self) -> dict[str, Any]:
@@ -200,6 +214,7 @@ class Report:
             "settings": self.settings,
             **totals,
             "details": self.details,
+            **({"branches": list(self.branches)} if self.branches else {}),
             "layers": [vars(layer) for layer in self.layers],
             "transformers": compat.VERSION,
         }

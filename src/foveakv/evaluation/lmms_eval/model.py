@@ -20,7 +20,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from foveakv import __version__
 from foveakv.engines.transformers import compat
-from foveakv.engines.transformers.session import compress
+from foveakv.engines.transformers.api import compress
 from foveakv.errors import InputError, UnsupportedModeError
 from foveakv.evaluation.lmms_eval import arguments
 from foveakv.evaluation.lmms_eval.prompts import batch_inputs

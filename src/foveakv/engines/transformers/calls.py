@@ -1,0 +1,94 @@
+"""What belongs to one session and to one call of a model, as typed objects that every part of the engine passes on."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from foveakv.engines.transformers import compat
+from foveakv.engines.transformers.cache import CompressedCache
+from foveakv.engines.transformers.options import CacheOptions
+from foveakv.errors import UnsupportedModelError
+from foveakv.methods import Method
+
+
+@dataclass(eq=False)
+class SessionState:
+    """What calls need to know of an open `compress` block.
+
+    Attributes:
+        method, options: every cache that is made in the session gets these.
+        prompt_total: set inside `chunked_prefill`: prompts are complete at this number of tokens.
+        caches: those of the latest call, the prompt's first. A call with a second branch (the unconditional one of
+            classifier-free guidance) has one more for each.
+        calls: calls in progress.
+    """
+
+    method: Method
+    options: CacheOptions
+    prompt_total: int | None = None
+    caches: list[CompressedCache] = field(default_factory=list)
+    calls: weakref.WeakSet[Call] = field(default_factory=weakref.WeakSet)
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of `generate`, or one forward pass outside of `generate`.
+
+    The thread that runs it finds it through a weak reference, so that it never outlives the frame of the wrapper that
+    made it, however that frame is left.
+
+    Attributes:
+        session: the session that makes the caches of the call; None when the call brought a cache of `cache_for`.
+        generating: whether this is a call of `generate`, which prepares position ids before each forward pass.
+        prompt_total: the prompt is complete at this number of tokens; None: it is read in one forward pass.
+        caches: the cache that was passed in, if any, and those made since.
+        running: the cache of the forward pass in progress.
+        compiled: the compiled forward that the next pass is to run, f(model, **arguments).
+        finish: releases the model; called by the wrapper when the call ends.
+    """
+
+    session: SessionState | None
+    generating: bool = False
+    prompt_total: int | None = None
+    caches: list[CompressedCache] = field(default_factory=list)
+    running: CompressedCache | None = None
+    compiled: Callable[..., Any] | None = None
+    finish: Callable[[], Any] = lambda: None
+    thread: threading.Thread = field(default_factory=threading.current_thread)
+
+    def __post_init__(self) -> None:
+        if self.session is not None:
+            self.session.calls.add(self)
+
+    def add(self, cache: CompressedCache) -> None:
+        """Records a cache that was made during the call; the session's results are those of this call from now on."""
+        self.caches.append(cache)
+        if self.session is not None:
+            self.session.caches = self.caches
+
+    def discard(self, cache: CompressedCache) -> None:
+        """Drops a cache whose forward pass failed: it cannot be used again, and its memory is to be freed."""
+        for caches in [self.caches] + ([self.session.caches] if self.session is not None else []):
+            caches[:] = [other for other in caches if other is not cache]
+
+
+def new_cache(model: compat.PreTrainedModel, method: Method, options: CacheOptions) -> CompressedCache:
+    """A cache for `model` alone.
+
+    Raises:
+        UnsupportedModelError: the model has no layer that can be compressed.
+    """
+    cache = CompressedCache(compat.text_config_of(model), method, options)
+    if not cache.compressed:
+        raise UnsupportedModelError(f"{type(model).__name__} has no plain attention layer to compress")
+    cache.owner = weakref.ref(model)
+    return cache
+
+
+def passed_cache(arguments: dict[str, Any]) -> Any:
+    """The cache among the named arguments of a call, under either of its names; None without one."""
+    return next((arguments[name] for name in compat.CACHE_NAMES if arguments.get(name) is not None), None)
