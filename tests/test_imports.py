@@ -38,7 +38,6 @@ LONG_FILES: dict[str, int] = {
     "tests/helpers/families.py": 957,
     "tests/kernels/test_cpu_kernel.py": 414,
     "tests/kernels/test_triton_kernel.py": 433,
-    "tests/memory/test_chunks.py": 409,
     "tests/memory/test_segments.py": 501,
     "tests/methods/test_hae.py": 488,
     "tests/methods/test_hybridkv.py": 630,
