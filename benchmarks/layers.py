@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from foveakv.core.prompt import IMAGE, TEXT, PromptMap
 from foveakv.engines.transformers.cache import CompressedCache
 from foveakv.engines.transformers.options import CacheOptions
-from foveakv.memory.chunks import ChunkStore
 from foveakv.methods import Method
 
 QUESTION = 128  # text tokens after the image, for benchmarks of decoding
@@ -144,20 +143,21 @@ class Driver:
         for layer in self.cache.compressed:
             if layer.segments is not None:
                 found += [layer.segments.runs.keys, layer.segments.runs.values]
-            digests = (getattr(memory, "digests", None) for memory in layer.extra_memory)
-            found += [tensor for tensor in digests if isinstance(tensor, Tensor)]
-            for store in (memory for memory in layer.extra_memory if isinstance(memory, ChunkStore)):
-                if store.in_place and store.choosing:
-                    keys, values, table = store.pages()
-                    count = int((table >= 0).sum())
-                    found += [keys[:count], values[:count]]
+            store = layer.store
+            if store is None:
+                continue
+            found.append(store.digests)
+            if store.in_place and store.choosing:
+                keys, values, table = store.pages()
+                count = int((table >= 0).sum())
+                found += [keys[:count], values[:count]]
         return found
 
     @property
     def hit_rate(self) -> float | None:
         """Share of the retrieved slots that were already loaded; None for methods that do not retrieve."""
-        retrieved = sum(layer.counts["retrieved"] for layer in self.cache.compressed)
-        hits = sum(layer.counts["hits"] for layer in self.cache.compressed)
+        retrieved = sum(layer.counts.retrieved for layer in self.cache.compressed)
+        hits = sum(layer.counts.hits for layer in self.cache.compressed)
         return hits / retrieved if retrieved else None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_chunks import RAGGED, Layer
+from offloaded import RAGGED, Layer, fetch
 
 from foveakv.errors import FoveaKVError, StoreError
 from foveakv.memory.chunk_files import ChunkWriter, Staging
@@ -21,7 +21,7 @@ from foveakv.memory.chunk_files import ChunkWriter, Staging
 def test_the_file_has_no_name(tmp_path: Any) -> None:
     layer = Layer(**RAGGED, place="disk", directory=tmp_path)
     layer.store.reserve(layer.segments, torch.full((2, 3), 2))
-    layer.store.fetch(layer.segments, layer.query(), 0.25)
+    fetch(layer, layer.query())
     assert list(tmp_path.iterdir()) == []
     del layer
     gc.collect()

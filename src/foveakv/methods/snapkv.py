@@ -90,8 +90,8 @@ class SnapKV(Method):
     def results(self, view: ResultView) -> Results:
         """Return a note if the budget holds a smaller window than configured."""
         size = view.request.budget_tokens(self.budget)
-        kept = self.window_tokens(size)
-        if not bool((kept < size.clamp_max(self.window)).any()):
+        kept, evicts = self.window_tokens(size), size < view.request.prompt.lengths
+        if not bool((evicts & (kept < size.clamp_max(self.window))).any()):
             return Results()
         return Results({"window": kept.tolist()}, notes=(shrunk_window(int(kept.min()), self.window),))
 

@@ -21,6 +21,7 @@ from foveakv import kernels
 from foveakv.core.budget import Geometry
 from foveakv.core.prompt import PromptMap
 from foveakv.engines.transformers import compat
+from foveakv.engines.transformers.decision_checks import decisions_of_layers
 from foveakv.engines.transformers.decisions import Storage
 from foveakv.engines.transformers.layer import CompressedLayer
 from foveakv.engines.transformers.options import CacheOptions
@@ -37,7 +38,7 @@ from foveakv.errors import (
 from foveakv.memory import quantizer
 from foveakv.methods.base import Method
 from foveakv.methods.results import Results
-from foveakv.methods.views import Decision, PromptEndView, PromptView, ResultView, State
+from foveakv.methods.views import PromptEndView, PromptView, ResultView, State
 
 
 class CompressedCache(compat.Cache):
@@ -366,10 +367,12 @@ class CompressedCache(compat.Cache):
 
         The last token of a sequence is always kept, since its output is the result of the prompt.
         """
-        if compressed_idx != self.method.prunes_after:
+        after = self.method.prunes_after
+        if compressed_idx != after:
+            declared = "prunes_after declares no layer" if after is None else f"prunes_after declares layer {after}"
             raise MethodError(
-                f"{self.method.name}: tokens can be pruned from the residual stream after compressed layer "
-                f"{self.method.prunes_after} only, not after {compressed_idx}"
+                f"{self.method.name}: `prefill` of compressed layer {compressed_idx} prunes the residual stream, and "
+                f"{declared}"
             )
         real = self.full_prompt.real
         last = torch.arange(real.shape[1], device=real.device).masked_fill(~real, -1).amax(-1, keepdim=True)
@@ -384,11 +387,8 @@ class CompressedCache(compat.Cache):
         if layer.compressed_idx < len(self.compressed) - 1:
             return
         taken = self.method.after_prefill(PromptEndView(self.request, self.state))
-        if taken is not None and len(taken) != len(self.compressed):
-            raise MethodError(
-                f"{self.method.name}: after_prefill returned {len(taken)} decisions for {len(self.compressed)} layers"
-            )
-        for done, decision in zip(self.compressed, taken or [Decision()] * len(self.compressed), strict=True):
+        made = decisions_of_layers(self.method, taken, len(self.compressed))
+        for done, decision in zip(self.compressed, made, strict=True):
             done.settle(decision)
             done.count_prompt()
             done.store_drafts()

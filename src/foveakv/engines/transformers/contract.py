@@ -5,6 +5,7 @@ These protocols keep imports one-way: the cache imports its layers, and the laye
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Protocol
 
 import torch
@@ -18,7 +19,13 @@ from foveakv.methods.views import PromptView, State
 
 
 class Attending(Protocol):
-    """A layer that our attention function calls through its `KVHandle`."""
+    """A layer that our attention function calls through its `KVHandle`. layer_idx: the model's index of the layer."""
+
+    layer_idx: int
+
+    @property
+    def cache(self) -> OwningCache:
+        """The cache that owns the layer."""
 
     def attend(self, query: Tensor, mask: Mask | None, scaling: float) -> Tensor:
         """Attention of query [B, Hq, q, D] over the stored slots; returns [B, q, Hq, Dv]."""
@@ -39,6 +46,7 @@ class OwningCache(Protocol):
     forward_tokens: int | None
     last_chunk: bool
     drafted: int
+    owner: weakref.ref[Any] | None
 
     @property
     def compressed(self) -> list[Any]:

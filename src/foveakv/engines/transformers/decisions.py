@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from foveakv.engines.transformers.decision_checks import check_evict, check_keep, check_prefill, check_settled
 from foveakv.errors import MethodError, UnsupportedModeError
 from foveakv.kernels.paged import reads_pages
 from foveakv.memory.chunks import ChunkStore
@@ -43,11 +44,9 @@ def store_prompt(view: PrefillView, decision: Decision, storage: Storage) -> tup
     """
     batch, heads, columns = view.keys.shape[:3]
     real = view.prompt.real[:, None]
-    check_keep(storage.method, decision.keep, (batch, heads, columns))
-    keys = _replaced(storage.method, "keys", decision.keys, view.keys)
-    values = _replaced(storage.method, "values", decision.values, view.values)
-    if decision.evict is not None:
-        raise MethodError(f"{storage.method}: `prefill` cannot evict individual slots; return a mask `keep` instead")
+    check_prefill(storage.method, decision, view)
+    keys = view.keys if decision.keys is None else decision.keys
+    values = view.values if decision.values is None else decision.values
     keep = (real if decision.keep is None else decision.keep.to(real.device) & real).expand(batch, heads, columns)
     store = None
     if decision.offload is not None:
@@ -82,14 +81,12 @@ def settle(
         The store of offloaded chunks, if any.
 
     Raises:
-        MethodError: the decision does not fit the prompt, or replaces keys, values or fields.
+        MethodError: the decision does not fit the prompt.
         StoreError: chunks cannot be written to disk.
     """
     batch, columns = real.shape
-    check_keep(storage.method, decision.keep, (batch, segments.heads, columns))
-    if decision.keys is not None or decision.values is not None or decision.fields:
-        raise MethodError(f"{storage.method}: only `prefill` can replace keys, values and fields")
-    if decision.offload is not None and store is None:
+    check_settled(storage.method, decision, segments, store, (batch, segments.heads, columns))
+    if decision.offload is not None:
         keys, values = segments.gather()
         store = _offloaded(decision.offload, keys, values, segments.valid()[:, 0], segments.positions()[:, 0])
     if decision.keep is not None:
@@ -105,10 +102,16 @@ def evict(segments: Segments, decision: Decision, method: str) -> None:
     """Carry out the evictions of a decode step.
 
     Raises:
-        MethodError: the mask does not fit the stored slots.
+        MethodError: the mask or the single slots do not fit the stored ones, or both are given.
     """
+    if decision.evict is not None and decision.keep is not None:
+        raise MethodError(f"{method}: `decode` returned both `keep` and `evict`; return one of them")
     if decision.evict is not None:
-        segments.evict(decision.evict.slots, decision.evict.counts)
+        check_evict(method, decision.evict, segments)
+        try:
+            segments.evict(decision.evict.slots, decision.evict.counts)
+        except ValueError as error:  # slots that are not stored, where their numbers are on the host
+            raise MethodError(f"{method}: {error}") from error
     if decision.keep is not None:
         check_keep(method, decision.keep, (segments.batch, segments.heads, segments.max_length))
         segments.keep(decision.keep)
@@ -117,27 +120,6 @@ def evict(segments: Segments, decision: Decision, method: str) -> None:
 def reserve(segments: Segments, store: ChunkStore, chunks: Tensor, backend: str) -> None:
     """Let every step read `chunks` [B, H] chunks of the store, in place if the backend supports it."""
     store.reserve(segments, chunks, in_place=reads_pages(segments.runs, store.stored, backend))
-
-
-def check_keep(method: str, keep: Tensor | None, shape: tuple[int, int, int]) -> None:
-    """Raise `MethodError` unless keep is None, bool [B, H, n] or bool [B, 1, n]; shape: (B, H, n)."""
-    if keep is None:
-        return
-    batch, heads, width = shape
-    if keep.dtype != torch.bool or keep.shape not in ((batch, heads, width), (batch, 1, width)):
-        raise MethodError(
-            f"{method}: keep must be bool [{batch}, {heads} or 1, {width}], got {keep.dtype} {list(keep.shape)}"
-        )
-
-
-def _replaced(method: str, what: str, new: Tensor | None, old: Tensor) -> Tensor:
-    if new is None:
-        return old
-    if new.shape != old.shape or new.dtype != old.dtype:
-        raise MethodError(
-            f"{method}: replaced {what} must be {old.dtype} {list(old.shape)}, got {new.dtype} {list(new.shape)}"
-        )
-    return new
 
 
 def _offloaded(offload: Offload, keys: Tensor, values: Tensor, real: Tensor, positions: Tensor) -> ChunkStore:

@@ -12,6 +12,7 @@ from foveakv.core.columns import in_order
 from foveakv.engines.transformers import compat, decisions
 from foveakv.engines.transformers.contract import OwningCache
 from foveakv.engines.transformers.counts import Counts
+from foveakv.engines.transformers.decision_checks import check_prefill, check_relevance, returned
 from foveakv.engines.transformers.handle import KVHandle
 from foveakv.engines.transformers.masks import Mask, stored_mask, visible_rows
 from foveakv.engines.transformers.second_pass import attend_twice
@@ -235,7 +236,8 @@ class CompressedLayer(compat.CacheLayerMixin):
         cache = self.cache
         if cache.method.observes.queries != "none" and self is cache.compressed[-1]:
             decisions.check_finite(view)
-        decision = cache.method.prefill(view) or Decision()
+        decision = returned(cache.method, "prefill", cache.method.prefill(view))
+        check_prefill(cache.method.name, decision, view)
         if decision.stream is not None:
             cache.prune_stream(decision.stream, self.compressed_idx)
         self.segments, self.store = decisions.store_prompt(view, decision, cache.storage)
@@ -298,7 +300,7 @@ class CompressedLayer(compat.CacheLayerMixin):
             view = DecodeView(*self._shared(query, scaling), StoredSlots(segments), self.seen, attention_sum)
             decision = method.decode(view)
             if decision is not None:
-                self._evict(decision)
+                self._evict(returned(method, "decode", decision))
         if cache.max_decode_slots is not None:
             self._guard(segments, cache.max_decode_slots)
         return output.transpose(1, 2).contiguous()  # no copy if q = 1
@@ -310,6 +312,7 @@ class CompressedLayer(compat.CacheLayerMixin):
             return None
         method = self.cache.method
         relevance = method.read(ReadView(*self._shared(query, scaling), store, self.seen))
+        check_relevance(method.name, relevance, store)
         if store.in_place:
             asked, hits = store.pick(relevance)
         else:
