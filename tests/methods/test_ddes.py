@@ -9,7 +9,8 @@ from torch import Tensor
 
 from foveakv.core.budget import Geometry, parse_budget
 from foveakv.kernels import build, cpu, cpu_scores
-from foveakv.memory.runs import Runs, Segments
+from foveakv.memory.runs import Runs
+from foveakv.memory.segments import Segments
 from foveakv.methods.ddes import RecycleBin
 
 needs_kernel = pytest.mark.skipif(cpu.problem() is not None, reason=f"no CPU kernel here: {cpu.problem()}")

@@ -61,7 +61,7 @@ def test_evicting_methods_equal_the_masked_model(name: str, kv_dtype: str | None
     model, inputs = matrix.model("qwen2_5_vl"), families.prompt("qwen2_5_vl")
     method = matrix.method(name)
     got, session = compressed(model, method, inputs, kv_dtype=kv_dtype)
-    left, after = None, method.drop_hidden_after
+    left, after = None, method.prunes_after
     if after is not None:
         after = session.cache.compressed[after].layer_idx
         left = stayed(session.trace, inputs["input_ids"].shape[1], after)

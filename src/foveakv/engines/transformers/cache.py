@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import time
-import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -26,7 +25,7 @@ from foveakv.engines.transformers.decisions import Storage
 from foveakv.engines.transformers.layer import CompressedLayer
 from foveakv.engines.transformers.options import CacheOptions
 from foveakv.engines.transformers.preallocated import Clock, PreallocatedLayer, preallocate
-from foveakv.engines.transformers.sizes import geometry_of, head_dim, layer_nbytes
+from foveakv.engines.transformers.sizes import geometry_of, head_dim, layer_nbytes, positions_of, warn_beyond_positions
 from foveakv.engines.transformers.stream import Stream
 from foveakv.errors import (
     CacheInUseError,
@@ -244,18 +243,11 @@ class CompressedCache(compat.Cache):
         found = []
         if not self.kinds_known:
             found.append("the prompt was given as inputs_embeds without mm_token_type_ids: all tokens count as text")
-        if self._beyond_positions:
-            found.append(f"the context is longer than the model's {self._positions} positions: answers may be wrong")
+        if 0 < positions_of(self.config) < self.seen:
+            found.append(
+                f"the context is longer than the model's {positions_of(self.config)} positions: answers may be wrong"
+            )
         return tuple(found)
-
-    @property
-    def _positions(self) -> int:
-        """Number of positions that the model supports; 0 if its config does not say."""
-        return int(getattr(self.config, "max_position_embeddings", 0) or 0)
-
-    @property
-    def _beyond_positions(self) -> bool:
-        return 0 < self._positions < self.seen
 
     def new_positions(self, seen: int, new: int, device: torch.device) -> Tensor:
         """Return the positions of the newest tokens, int32 [1, new]; cached for all layers of a forward pass."""
@@ -313,12 +305,7 @@ class CompressedCache(compat.Cache):
             self.trace.append({})
         if self.clock is not None:
             self.clock.begin(new, mask)
-        if self._positions and self.seen <= self._positions < self.seen + new:
-            warnings.warn(
-                f"the context grows to {self.seen + new} tokens, but this model has {self._positions} positions "
-                "(max_position_embeddings); its answers may be wrong from here on",
-                stacklevel=2,
-            )
+        warn_beyond_positions(self.config, self.seen, new)
         self.forward_tokens = new
         self._started = time.perf_counter()
 

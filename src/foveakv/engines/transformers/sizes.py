@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torch import Tensor
@@ -30,6 +31,22 @@ def geometry_of(config: Any, prompt: PromptMap, layers: int, itemsize: int) -> G
 def head_dim(config: Any) -> int:
     """Return the dimension of keys and values, from the config of the text decoder."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def positions_of(config: Any) -> int:
+    """Return the number of positions that the text decoder was made for; 0 if its config does not say."""
+    return int(getattr(config, "max_position_embeddings", 0) or 0)
+
+
+def warn_beyond_positions(config: Any, seen: int, new: int) -> None:
+    """Warn once, when `new` tokens after `seen` others take the context past the model's positions."""
+    positions = positions_of(config)
+    if positions and seen <= positions < seen + new:
+        warnings.warn(
+            f"the context grows to {seen + new} tokens, and this model has {positions} positions "
+            "(max_position_embeddings); its answers may be wrong from here on",
+            stacklevel=2,
+        )
 
 
 def layer_nbytes(layer: Any) -> int:
