@@ -20,7 +20,7 @@ from foveakv import kernels
 from foveakv.core.budget import Geometry
 from foveakv.core.prompt import PromptMap
 from foveakv.engines.transformers import compat
-from foveakv.engines.transformers.decision_checks import decisions_of_layers
+from foveakv.engines.transformers.decision_checks import check_stream_layer, decisions_of_layers
 from foveakv.engines.transformers.decisions import Storage
 from foveakv.engines.transformers.layer import CompressedLayer
 from foveakv.engines.transformers.options import CacheOptions
@@ -354,13 +354,7 @@ class CompressedCache(compat.Cache):
 
         The last token of a sequence is always kept, since its output is the result of the prompt.
         """
-        after = self.method.prunes_after
-        if compressed_idx != after:
-            declared = "prunes_after declares no layer" if after is None else f"prunes_after declares layer {after}"
-            raise MethodError(
-                f"{self.method.name}: `prefill` of compressed layer {compressed_idx} prunes the residual stream, and "
-                f"{declared}"
-            )
+        check_stream_layer(self.method, compressed_idx)
         real = self.full_prompt.real
         last = torch.arange(real.shape[1], device=real.device).masked_fill(~real, -1).amax(-1, keepdim=True)
         keep = (keep & real).scatter(1, last.clamp_min(0), last >= 0)

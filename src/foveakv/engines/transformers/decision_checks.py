@@ -88,6 +88,17 @@ def check_prefill(method: str, decision: Decision, view: PrefillView) -> None:
         raise MethodError(f"{method}: stream must be bool [{batch}, {columns}], got {_words(stream)}")
 
 
+def check_stream_layer(method: Method, compressed_idx: int) -> None:
+    """Raise `MethodError` unless the method declares to prune the residual stream after this compressed layer."""
+    after = method.prunes_after
+    if compressed_idx != after:
+        declared = "no layer" if after is None else f"layer {after}"
+        raise MethodError(
+            f"{method.name}: `prefill` of compressed layer {compressed_idx} prunes the residual stream, and "
+            f"prunes_after declares {declared}"
+        )
+
+
 def check_settled(
     method: str, decision: Decision, segments: Segments, store: ChunkStore | None, shape: tuple[int, int, int]
 ) -> None:
