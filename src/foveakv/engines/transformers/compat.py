@@ -43,6 +43,7 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def text_config_of(model: PreTrainedModel) -> Any:
+    """The config of the text decoder."""
     return decoder_of(model).config
 
 

@@ -11,7 +11,11 @@ from foveakv.errors import UnsupportedModelError
 
 @dataclass(frozen=True)
 class Family:
-    """One row of the table: `model_type` as in the model's config; `reason` is set where it is unsupported."""
+    """A tested model family.
+
+    model_type: as in the model's config. title: name for people. note: a limit. reason: why it is unsupported; empty
+    where it is supported.
+    """
 
     model_type: str
     title: str
@@ -39,10 +43,10 @@ FAMILIES: tuple[Family, ...] = (
     Family("qwen3", "Qwen3 (text)"),
     Family(
         "paligemma", "PaliGemma",
-        reason="it builds its attention mask as a tensor before the text decoder sees it, which fits no stored slots",
+        reason="it builds its attention mask as a tensor before the text decoder runs, which fits no stored slots",
     ),
     Family("gemma4", "Gemma 4", reason="its last layers reuse earlier layers' KV and slice the mask as a tensor"),
-    Family("mllama", "Llama 3.2 Vision", reason="its images live in cross-attention layers, not in the prompt"),
+    Family("mllama", "Llama 3.2 Vision", reason="its images are in cross-attention layers, not in the prompt"),
     Family("llama4", "Llama 4", reason="its generate() fails in transformers 5.24 itself, so nothing can be verified"),
 )  # fmt: skip
 # `model_type` of the text decoders of these families; what their attention does with a cache is covered by the tests.
@@ -56,12 +60,15 @@ _BY_TYPE = {family.model_type: family for family in FAMILIES}
 
 
 def family_of(model: Any) -> Family | None:
-    """The table's row for a model; None for a family that nobody has tested."""
+    """The family of a model; None for a family that has not been tested."""
     return _BY_TYPE.get(getattr(model.config, "model_type", ""))
 
 
 def check_supported(model: Any) -> None:
-    """Raises `UnsupportedModelError` with the reason; untested families pass when their structure allows it."""
+    """Raises `UnsupportedModelError` where the model's family, config or cache layers exclude compression.
+
+    Untested families pass here; `probe.check` tries out their attention.
+    """
     family = family_of(model)
     if family is not None and family.reason:
         raise UnsupportedModelError(f"{family.title} is not supported: {family.reason}")

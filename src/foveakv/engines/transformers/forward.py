@@ -1,7 +1,7 @@
 """The wrapper around `model.forward`: gives the pass its cache, tells the cache what it reads, and cleans up after it.
 
-Whatever ends a pass, a `BaseException` included, nothing of it stays behind: the call's references are reset, hooks
-that shorten the residual stream are removed, and a cache that was left half-way is dropped from its session.
+However a pass ends, by a `BaseException` too, the call's references are reset, hooks that shorten the residual stream
+are removed, and a cache that was left half-way is dropped from its session.
 """
 
 from __future__ import annotations

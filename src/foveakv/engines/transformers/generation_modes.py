@@ -1,4 +1,4 @@
-"""Which ways of calling `generate` go together with a compressed cache."""
+"""Checks of a `generate` call: which of its modes a compressed cache supports."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from foveakv.methods import Method
 
 
 def _setting(model: Any, kwargs: dict[str, Any], name: str) -> Any:
-    """A generation setting as `generate` will resolve it: argument, then config passed, then the model's config."""
+    """A generation setting as `generate` resolves it: the argument, then the config passed, then the model's config."""
     if kwargs.get(name) is not None:
         return kwargs[name]
     for config in (kwargs.get("generation_config"), model.generation_config):
-        if getattr(config, name, None) is not None:  # what a passed config leaves open comes from the model's
+        if getattr(config, name, None) is not None:  # what a passed config does not set comes from the model's
             return getattr(config, name)
     return None
 
@@ -34,7 +34,7 @@ def call_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _assisted(model: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether tokens are drafted and verified several at a time."""
+    """Whether the call uses assisted decoding: tokens are drafted and verified several at a time."""
     return kwargs.get("assistant_model") is not None or bool(_setting(model, kwargs, "prompt_lookup_num_tokens"))
 
 
@@ -77,12 +77,12 @@ def check_generate(model: Any, method: Method, kwargs: dict[str, Any], max_decod
         return
     if max_decode_slots is not None:
         raise UnsupportedModeError(
-            f"{method.name}: max_decode_slots evicts while decoding, so rejected draft tokens cannot be taken back; "
-            "leave max_decode_slots out, or generate without an assistant"
+            f"{method.name}: max_decode_slots evicts while decoding, so rejected draft tokens cannot be cropped; "
+            "remove max_decode_slots, or generate without an assistant"
         )
     if method.evicts_while_decoding:
         raise UnsupportedModeError(
-            f"{method.name} evicts while decoding, so rejected draft tokens cannot be taken back; use a method that "
+            f"{method.name} evicts while decoding, so rejected draft tokens cannot be cropped; use a method that "
             "evicts at prefill only (snapkv, adakv, hybridkv), or generate without an assistant"
         )
 
@@ -117,14 +117,14 @@ def check_preallocated(
 
 
 def prefill_total(model: Any, kwargs: dict[str, Any]) -> int | None:
-    """Length of a prompt that comes in chunks, or with drafted tokens behind it; None when it comes whole and alone."""
+    """Length of a prompt that is read in chunks or together with drafted tokens; None: it is read whole and alone."""
     if not (_setting(model, kwargs, "prefill_chunk_size") or _assisted(model, kwargs)):
         return None
     return _context(kwargs)
 
 
 def _context(kwargs: dict[str, Any]) -> int | None:
-    """Tokens of the context that a call begins with, as far as its inputs tell; None where they do not."""
+    """The number of tokens of the context that a call begins with; None where its inputs do not tell."""
     named = (kwargs.get(name) for name in ("inputs", "input_ids", "inputs_embeds"))
     inputs = next((value for value in named if value is not None), None)
     if inputs is None:

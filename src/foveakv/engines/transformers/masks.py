@@ -161,12 +161,15 @@ class SubsetMask:
 
     @property
     def plain(self) -> bool:
+        """Causal, and every row has all of its tokens."""
         return self.whole.plain and bool(self.valid.all()) and not self.whole.padded_from(0)
 
     def padded_from(self, column: int) -> bool:
+        """Whether filler tokens or padding must be masked."""
         return not self.plain
 
     def dense(self) -> Any:
+        """The mask that the base implementation expects for the shortened sequence; built once."""
         if "mask" not in self._dense:
             self._dense["mask"] = self._build()
         return self._dense["mask"]
@@ -213,6 +216,7 @@ def visible_rows(mask: Mask | None, columns: int) -> Callable[[Tensor], Tensor] 
     whole = mask
 
     def visible(rows: Tensor) -> Tensor:
+        """bool [B, 1, n, columns] for the query rows `rows` [B, n]."""
         batch = torch.arange(len(rows), device=rows.device)[:, None, None]
         keys = torch.arange(columns, device=rows.device)[None, None, :]
         allowed = whole.allowed(batch, rows[:, :, None], keys)

@@ -200,6 +200,7 @@ class PreallocatedLayer(CompressedLayer):
         self.cache.note_peak(before.nbytes + before.side_nbytes)  # both were allocated for a moment
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[KVHandle, KVHandle]:
+        """Stores new keys [B, H, q, D] and values [B, H, q, Dv]; returns a handle for the attention function."""
         if self.segments is None:
             return super().update(key_states, value_states, *args, **kwargs)
         if not self.slots.clock.running:
@@ -218,15 +219,18 @@ class PreallocatedLayer(CompressedLayer):
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that a mask would cover."""
         if self.segments is not None and torch.compiler.is_compiling():
             return self.slots.keys.shape[2], 0  # no mask is made of it
         return super().get_mask_sizes(query_length)
 
     def end_prefill(self, query: Tensor, handle: KVHandle, mask: Mask | None, scaling: float) -> None:
+        """After the dense attention of a prefill chunk; refuses masks that are not causal."""
         check_causal(self.cache, mask)
         super().end_prefill(query, handle, mask, scaling)
 
     def attend(self, query: Tensor, mask: Mask | None, scaling: float) -> Tensor:
+        """Attention of query [B, Hq, q, D] over the slots; returns [B, q, Hq, Dv]."""
         if not torch.compiler.is_compiling():
             check_causal(self.cache, mask)
         return self.slots.attend(query, scaling)
