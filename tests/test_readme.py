@@ -11,14 +11,15 @@ from typing import Any
 import families
 import pytest
 import tiny_folder
+from checkout import ROOT, committed
 from typer.testing import CliRunner
 
 import foveakv
 from foveakv import methods
 from foveakv.cli import app
 
-ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md"))]
+DOCS = committed("docs/*.md")
+PAGES = ["README.md", *(str(page.relative_to(ROOT)) for page in DOCS or sorted((ROOT / "docs").rglob("*.md")))]
 
 
 def blocks(page: str, language: str) -> list[str]:
