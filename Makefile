@@ -42,7 +42,7 @@ test-processors: $(VENV)/.ready
 		case $$processor in native) setting=;; *) setting=$$processor;; esac; \
 		echo "== $$processor OMP_NUM_THREADS=$$threads"; \
 		if env -u ATEN_CPU_CAPABILITY -u ONEDNN_MAX_CPU_ISA $$setting OMP_NUM_THREADS=$$threads \
-			$(VENV)/bin/python -m pytest -n $(WORKERS) $(TESTS); then result=passed; else result=FAILED; failed=1; fi; \
+			OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -n $(WORKERS) $(TESTS); then result=passed; else result=FAILED; failed=1; fi; \
 		summary="$$summary$$result  $$processor OMP_NUM_THREADS=$$threads\n"; \
 	done; done; \
 	echo "== summary"; printf "$$summary"; exit $$failed
