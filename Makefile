@@ -1,4 +1,5 @@
-# make demo | test | test-lowest | lint | docs | wheel-check | bench. Each creates its own virtual environment if it is missing.
+# make demo | test | test-lowest | test-processors | lint | docs | wheel-check | bench. Each creates its own virtual
+# environment if it is missing.
 # Another interpreter: make test PYTHON=python3.12
 
 PYTHON ?= python3
@@ -9,13 +10,15 @@ WORKERS ?= 2
 PIP_FLAGS := -qq --disable-pip-version-check
 SOURCES := pyproject.toml constraints/demo-weights.txt
 
-.PHONY: demo test test-lowest lint docs docs-serve wheel-check bench help
+.PHONY: demo test test-lowest test-processors lint docs docs-serve wheel-check bench help
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo         compare methods on sample images with the embedded model; writes out/demo.png, out/demo.json"
 	@echo "make test         run the tests on the newest supported transformers"
 	@echo "make test-lowest  run the tests on the lowest supported torch and transformers"
+	@echo "make test-processors"
+	@echo "                  run the tests as older processors compute, with one and two threads: eight runs"
 	@echo "make lint         run ruff and mypy"
 	@echo "make docs         build the documentation site into out/site; make docs-serve serves it on localhost"
 	@echo "make wheel-check  build the wheel, install it into an empty environment and run the README's first example"
@@ -33,6 +36,21 @@ test: $(VENV)/.ready
 
 test-lowest: $(LOWEST)/.ready
 	@OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n $(WORKERS)
+
+# Instructions that PyTorch and oneDNN restrict themselves to; "native" is no restriction. TESTS=tests/kernels runs a part.
+PROCESSORS := native ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
+TESTS ?=
+
+test-processors: $(VENV)/.ready
+	@failed=0; summary=; \
+	for threads in 1 2; do for processor in $(PROCESSORS); do \
+		case $$processor in native) setting=;; *) setting=$$processor;; esac; \
+		echo "== $$processor OMP_NUM_THREADS=$$threads"; \
+		if env -u ATEN_CPU_CAPABILITY -u ONEDNN_MAX_CPU_ISA $$setting OMP_NUM_THREADS=$$threads \
+			OMP_WAIT_POLICY=passive $(VENV)/bin/python -m pytest -n $(WORKERS) $(TESTS); then result=passed; else result=FAILED; failed=1; fi; \
+		summary="$$summary$$result  $$processor OMP_NUM_THREADS=$$threads\n"; \
+	done; done; \
+	echo "== summary"; printf "$$summary"; exit $$failed
 
 lint: $(VENV)/.ready-lint
 	@$(VENV)/bin/ruff check .

@@ -11,20 +11,26 @@ from collections.abc import Iterator
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import hypothesis
 import pytest
 import torch
 import transformers
 
-torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+THREADS = int(os.environ.get("OMP_NUM_THREADS", "1"))
+torch.set_num_threads(THREADS)
+# The same examples in every run, whatever an earlier one left behind, and no limit on their time.
+hypothesis.settings.register_profile("tests", derandomize=True, database=None, deadline=None)
+hypothesis.settings.load_profile("tests")
 transformers.logging.set_verbosity_error()
 transformers.utils.logging.disable_progress_bar()
 warnings.filterwarnings("ignore", category=UserWarning, module="transformers")
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> None:
-    """Every test starts from the same random state."""
+def _afresh() -> None:
+    """Every test starts from the same random state and number of threads."""
     torch.manual_seed(0)
+    torch.set_num_threads(THREADS)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ TEXT, STEPS = "<image> and <image> what?", 8
 @pytest.fixture(scope="module")
 def setting() -> tuple[Any, Any, list[Any], list[int], list[torch.Tensor], torch.Tensor]:
     """A model, its processor, pictures, what it generates, and for each step [L, Hq] the most attended column."""
-    model, processor = families.build("llava"), tiny_folder.processor()
+    model, processor = families.build("llava", dtype=torch.float64), tiny_folder.processor()
     pictures = [tiny_folder.picture(0), tiny_folder.picture(1)]
     inputs = build_inputs(processor, TEXT, pictures, model=model)
     model.set_attn_implementation("eager")

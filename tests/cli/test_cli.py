@@ -210,7 +210,7 @@ def test_compare_prints_and_saves(folder: Path, files: list[Path], tmp_path: Pat
     result = succeed(
         "compare", "--model", folder, "--image", files[0], "--image", files[1], "--prompt", "What differs?",
         "--methods", "full,snapkv,random", "--budgets", "0.25,0.5", "--set", "snapkv.window=4", "--max-new-tokens", 4,
-        "--json", out, "--plot", plot, "--kept-png", kept,
+        "--dtype", "float64", "--json", out, "--plot", plot, "--kept-png", kept,
     )  # fmt: skip
     labels = ["transformers", "full", "snapkv 0.25", "snapkv 0.5", "random 0.25", "random 0.5"]
     for label in labels:

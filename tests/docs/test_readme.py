@@ -11,6 +11,7 @@ from typing import Any
 import families
 import pytest
 import tiny_folder
+from checkout import ROOT, committed
 from typer.testing import CliRunner
 
 import foveakv
@@ -18,13 +19,13 @@ from benchmarks.readme import BEGIN, END, block
 from foveakv.cli import app
 from foveakv.methods import registry
 
-ROOT = Path(__file__).parents[2]
+DOCS = committed("docs/*.md")
 PAGES = [
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "training/README.md",
-    *sorted(str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")),
+    *(str(page.relative_to(ROOT)) for page in DOCS or sorted((ROOT / "docs").rglob("*.md"))),
 ]
 
 

@@ -77,8 +77,7 @@ def test_replayed_prefill_equals_a_real_one(family: str, name: str) -> None:
 
 @pytest.mark.parametrize("family", REPLAYED)
 def test_replies_are_those_of_generate(family: str) -> None:
-    model = matrix.model(family)
-    inputs = families.prompt(family)
+    model, inputs = matrix.model(family, torch.float64), families.prompt(family, dtype=torch.float64)
     recording = record(model, inputs)
     cache = replay(recording, matrix.method("full"))
     ((reply,), _) = GreedyDecoder(model, tiny_folder.tokenizer()).reply_all([cache], [recording.logits], 6)

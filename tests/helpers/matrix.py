@@ -16,6 +16,7 @@ import families
 import torch
 from masked_reference import Trace, largest_difference, masked, recorded, stayed
 from torch import Tensor
+from transformers import LogitsProcessor
 
 import foveakv
 
@@ -133,6 +134,40 @@ def model(name: str, dtype: torch.dtype = torch.float32) -> Any:
     return shared.to(dtype)
 
 
+class Choices(LogitsProcessor):
+    """What `generate` chose from at every step; made with an earlier run, it makes `generate` choose what that one did.
+
+    The last digits of a logit depend on the processor, the backend and the batch. Two runs that choose for themselves
+    part at the first near tie, and everything after it differs. So runs are compared on the same tokens.
+    """
+
+    def __init__(self, beams: int = 1, follow: Run | Tensor | None = None) -> None:
+        self.beams = beams
+        self.scores: list[Tensor] = []  # as processed by all else that the run asks for, before the choice is forced
+        self.contexts: list[Tensor] = []
+        self.tokens = follow.tokens if isinstance(follow, Run) else follow
+        self.others = follow.choices.contexts if isinstance(follow, Run) and follow.choices else []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.scores.append(scores.clone())
+        self.contexts.append(input_ids.clone())
+        if self.tokens is None:
+            return scores
+        forced = torch.full_like(scores, -torch.inf)
+        if self.beams == 1:
+            return forced.scatter(1, self.tokens[:, input_ids.shape[1], None], 0.0)
+        if len(self.contexts) == len(self.others):
+            return scores  # the last choice: no forward pass comes after it
+        step = len(self.contexts)
+        for row, wanted in enumerate(self.others[step]):
+            place = row % self.beams
+            beams = range(row - place, row - place + self.beams)
+            parent = next(beam for beam in beams if torch.equal(input_ids[beam], wanted[:-1]))
+            # More than all that a beam can have gathered before, so that the places are those of the other run.
+            forced[parent, wanted[-1]] = (self.beams + 1.0) ** step * (self.beams - place)
+        return forced
+
+
 @dataclass
 class Run:
     """What a run of `generate` gave; `logits` are those of every forward pass."""
@@ -142,6 +177,21 @@ class Run:
     cache: Any
     session: Any = None
     trace: Trace = ()
+    choices: Choices | None = None
+
+
+def assisted(options: dict[str, Any]) -> bool:
+    return "assistant_model" in options or "prompt_lookup_num_tokens" in options
+
+
+def choosing(follow: Run | Tensor | None, options: dict[str, Any]) -> tuple[Choices | None, dict[str, Any]]:
+    """A record of the choices where one is needed, and what `generate` takes for it."""
+    beams = options.get("num_beams", 1)
+    if assisted(options) or (follow is None and beams == 1):
+        assert follow is None, "drafts cannot be forced"
+        return None, {}
+    choices = Choices(beams, follow)
+    return choices, {"logits_processor": [choices]}
 
 
 def cache_argument(family: str) -> str:
@@ -154,12 +204,13 @@ def cache_of(output: Any) -> Any:
     return output["cache"] if "cache" in output else output["past_key_values"]
 
 
-def plain(model: Any, inputs: dict[str, Any], **options: Any) -> Run:
-    """The same without compression."""
+def plain(model: Any, inputs: dict[str, Any], *, follow: Run | Tensor | None = None, **options: Any) -> Run:
+    """The same without compression, on the tokens of another run where one is given."""
     torch.manual_seed(0)
+    choices, forcing = choosing(follow, options)
     with recorded(model) as logits:
-        output = model.generate(**inputs, **{**GREEDY, **options})
-    return Run(output.sequences, logits, cache_of(output))
+        output = model.generate(**inputs, **{**GREEDY, **options, **forcing})
+    return Run(output.sequences, logits, cache_of(output), choices=choices)
 
 
 @functools.cache
@@ -168,30 +219,69 @@ def plain_batch(family: str) -> Run:
     return plain(model(family), families.batch(family).inputs)
 
 
-def compressed(model: Any, method: Any, inputs: dict[str, Any], **options: Any) -> Run:
-    """Generates inside `compress`, with a trace."""
+def compressed(
+    model: Any,
+    method: Any,
+    inputs: dict[str, Any],
+    *,
+    follow: Run | Tensor | None = None,
+    session_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> Run:
+    """Generates inside `compress`, with a trace unless `session_options` say otherwise."""
     torch.manual_seed(0)
-    with foveakv.compress(model, method, trace=True) as session, recorded(model) as logits:
-        output = model.generate(**inputs, **{**GREEDY, **options})
-        return Run(output.sequences, logits, session.cache, session, list(session.trace))
+    choices, forcing = choosing(follow, options)
+    with (
+        foveakv.compress(model, method, **{"trace": True, **(session_options or {})}) as session,
+        recorded(model) as logits,
+    ):
+        output = model.generate(**inputs, **{**GREEDY, **options, **forcing})
+        trace = [] if session.cache.trace is None else list(session.trace)
+        return Run(output.sequences, logits, session.cache, session, trace, choices)
+
+
+def exact(model: Any, run: Run) -> bool:
+    """Whether two ways to the same logits differ by about 1e-14, so that no near tie can part them."""
+    return model.dtype == torch.float64 and run.session.report.kv_dtype is None
 
 
 def replayed(model: Any, run: Run, inputs: dict[str, Any], **options: Any) -> Run:
-    """What the plain model says when it attends to what the compressed run attended to."""
+    """What the plain model says to the compressed run's tokens when it attends to what that run attended to.
+
+    With beams and with drafts it chooses for itself where the numbers are exact.
+    """
     left, after = None, run.cache.method.prunes_after
     if after is not None:
         after = run.cache.compressed[after].layer_idx
         left = stayed(run.trace, inputs["input_ids"].shape[1], after)
-    torch.manual_seed(0)
-    with masked(model, run.trace, left=left, left_after=after or 0), recorded(model) as logits:
-        output = model.generate(**inputs, **{**GREEDY, **options})
-    return Run(output.sequences, logits, cache_of(output))
+    free = (options.get("num_beams", 1) > 1 or assisted(options)) and exact(model, run)
+    with masked(model, run.trace, left=left, left_after=after or 0):
+        return plain(model, inputs, follow=None if free else run, **options)
+
+
+def check_choices(run: Run, tolerance: float) -> None:
+    """A run on the tokens of another would have chosen the same ones, except in near ties.
+
+    Where both runs' scores differ by less than `tolerance`, two scores further apart than twice that cannot change
+    places.
+    """
+    assert run.choices is not None
+    assert run.choices.tokens is not None
+    clear = 0
+    for step, (context, scores) in enumerate(zip(run.choices.contexts, run.choices.scores, strict=True)):
+        tokens = run.choices.tokens[:, context.shape[1]]
+        best = scores.topk(2)
+        told = (best.values[:, 0] - best.values[:, 1] > 2 * tolerance) & (tokens != families.PAD)  # a row that ended
+        clear += int(told.sum())
+        assert torch.equal(best.indices[told, 0], tokens[told]), f"another choice in step {step}"
+    assert clear > 0, f"all choices are near ties at a tolerance of {tolerance:.3g}"
 
 
 def check_against_reference(
     model: Any, run: Run, inputs: dict[str, Any], tolerance: float = 1e-6, **options: Any
 ) -> None:
-    """The compressed run's logits are those of the masked plain model, in all steps.
+    """The compressed run's logits are those of the masked plain model on the same tokens, in all steps, and so are its
+    choices unless they were drawn.
 
     A method that merges stores numbers that the plain model does not have, so only the prompt's logits are compared.
     """
@@ -199,7 +289,12 @@ def check_against_reference(
     steps = comparable(run)
     difference = largest_difference(run.logits[:steps], want.logits[:steps])
     assert difference < tolerance, f"{run.cache.method} differs from the masked reference by {difference:.3g}"
-    assert steps is not None or torch.equal(run.tokens, want.tokens)
+    if steps is not None:
+        return
+    if want.choices is None or want.choices.tokens is None:
+        assert torch.equal(run.tokens, want.tokens)
+    elif options.get("num_beams", 1) == 1 and not options.get("do_sample"):
+        check_choices(want, tolerance)
 
 
 def comparable(run: Run) -> int | None:

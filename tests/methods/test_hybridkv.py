@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import families
+import matrix
 import pytest
 import torch
-from masked_reference import largest_difference, masked, recorded
+from masked_reference import largest_difference, recorded
 from torch import Tensor
 
 import foveakv
@@ -62,24 +63,23 @@ class Spy(HybridKV):
         return super().read(view)
 
 
-def run(
-    method: HybridKV, inputs: Any = None, *, backend: str = "auto", **options: Any
-) -> tuple[Tensor, list[Tensor], Any]:
+def generated(method: HybridKV, inputs: Any = None, *, backend: str = "auto", **options: Any) -> matrix.Run:
+    options = {**GREEDY, **options}
+    return matrix.compressed(model(), method, inputs or prompt(), session_options={"backend": backend}, **options)
+
+
+def run(method: HybridKV, inputs: Any = None, **options: Any) -> tuple[Tensor, list[Tensor], Any]:
     """Tokens, logits of every step, and the session."""
-    with foveakv.compress(model(), method, trace=True, backend=backend) as session, recorded(model()) as logits:
-        tokens = model().generate(**(inputs or prompt()), **{**GREEDY, **options})
-    return tokens, logits, session
+    found = generated(method, inputs, **options)
+    return found.tokens, found.logits, found.session
 
 
 def check_reference(method: HybridKV, inputs: Any = None, *, backend: str = "auto", **options: Any) -> Any:
     """Every step's logits are those of the plain model attending to the same positions."""
     inputs = inputs or prompt()
-    tokens, logits, session = run(method, inputs, backend=backend, **options)
-    with masked(model(), session.trace), recorded(model()) as want:
-        expected = model().generate(**inputs, **{**GREEDY, **options})
-    assert largest_difference(logits, want) < 1e-5
-    assert torch.equal(tokens, expected)
-    return session
+    found = generated(method, inputs, backend=backend, **options)
+    matrix.check_against_reference(model(), found, inputs, 1e-5, **{**GREEDY, **options})
+    return found.session
 
 
 def attentions(inputs: Any) -> list[Tensor]:
@@ -329,12 +329,11 @@ def test_logits_are_those_of_the_masked_model(options: dict[str, Any], inputs: s
 )
 def test_a_full_budget_is_full_attention(options: dict[str, Any]) -> None:
     for inputs in (prompt(), batch().inputs):
-        with recorded(model()) as want:
-            expected = model().generate(**inputs, **GREEDY)
-        tokens, logits, session = run(HybridKV(**options), inputs)
-        assert torch.equal(tokens, expected)
-        assert largest_difference(logits, want) < 1e-5
-        assert session.report.notes  # nothing was evicted or chosen, and the report says so
+        want = matrix.plain(model(), inputs, **GREEDY)
+        found = generated(HybridKV(**options), inputs, follow=want)
+        assert largest_difference(found.logits, want.logits) < 1e-5
+        matrix.check_choices(found, 1e-5)
+        assert found.session.report.notes  # nothing was evicted or chosen, and the report says so
 
 
 def test_a_full_budget_is_full_attention_in_double_precision() -> None:
@@ -356,21 +355,21 @@ def test_a_full_budget_is_full_attention_in_double_precision() -> None:
 def test_in_place_is_what_copies_give(inputs: str, store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     given = prompt() if inputs == "one" else batch().inputs
     options = {**MIXED, "chunk_size": 4, "store": store}
-    copied = run(HybridKV(**options), given, backend="blocks")
+    copied = generated(HybridKV(**options), given, backend="blocks")
     with monkeypatch.context() as patched:
         patched.setattr(Segments, "write", None)  # nothing may be copied
-        read = run(HybridKV(**options), given, backend="cpu")
-    assert torch.equal(copied[0], read[0])
-    assert largest_difference(copied[1], read[1]) < 1e-5
-    for before, after in zip(copied[2].trace[1:], read[2].trace[1:], strict=True):
+        read = generated(HybridKV(**options), given, backend="cpu", follow=copied)
+    assert largest_difference(copied.logits, read.logits) < 1e-5
+    matrix.check_choices(read, 1e-5)
+    for before, after in zip(copied.trace[1:], read.trace[1:], strict=True):
         assert all(torch.equal(before[layer], after[layer]) for layer in before)
-    one, two = copied[2].report, read[2].report
+    one, two = copied.session.report, read.session.report
     for name in ("retrieved", "hit_rate", "evicted", "stored_slots", "full_slots"):
         assert getattr(one, name) == getattr(two, name), name
     assert one.retrieved > 0
-    assert all(torch.equal(copied[2].kept(n), read[2].kept(n)) for n in range(families.LAYERS))
-    slots = read[2].cache.results.heads.slots
-    for layer in read[2].cache.compressed:
+    assert all(torch.equal(copied.cache.kept(n), read.cache.kept(n)) for n in range(families.LAYERS))
+    slots = read.cache.results.heads.slots
+    for layer in read.cache.compressed:
         store = layer.store
         assert bool((store.chosen_slots > 0).any())
         own = layer.segments.lengths - (GREEDY["max_new_tokens"] - 1)
@@ -522,12 +521,15 @@ def test_the_device_holds_less_than_a_full_cache() -> None:
 
 
 def test_a_row_of_a_padded_batch_is_the_row_alone() -> None:
+    double, rows = matrix.model(FAMILY, torch.float64), families.batch(FAMILY, dtype=torch.float64)
+    width = rows.inputs["input_ids"].shape[1]
     for options in (MIXED, {"theta": 0.76, "budget": 0.5, "window": 4}):
-        tokens, _, _ = run(HybridKV(**options), batch().inputs)
-        width = batch().inputs["input_ids"].shape[1]
-        for b, single in enumerate(batch().singles):
-            alone, _, _ = run(HybridKV(**options), single)
-            assert torch.equal(tokens[b, width:], alone[0, single["input_ids"].shape[1] :])
+        together = matrix.compressed(double, HybridKV(**options), rows.inputs, **GREEDY)
+        for b, single in enumerate(rows.singles):
+            alone = matrix.compressed(double, HybridKV(**options), single, **GREEDY)
+            assert torch.equal(together.tokens[b, width:], alone.tokens[0, single["input_ids"].shape[1] :])
+            own = [step[b : b + 1] for step in together.logits]
+            assert largest_difference(own, alone.logits) < 1e-9
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -548,10 +550,14 @@ def test_cropping_into_the_prompt_is_refused() -> None:
 @families.images_in_chunks
 @pytest.mark.parametrize("options", [MIXED, {"theta": 0.76, "budget": 0.5, "window": 4}])
 def test_a_prefill_in_chunks_gives_the_same(options: dict[str, Any]) -> None:
-    whole, _, _ = run(HybridKV(**options))
-    parts, _, session = run(HybridKV(**options), prefill_chunk_size=32)
-    assert torch.equal(whole, parts)
-    assert session.report.retrieved > 0
+    double = matrix.model(FAMILY, torch.float64)
+    inputs = families.prompt(FAMILY, images=3, text=20, dtype=torch.float64)
+    whole = matrix.compressed(double, HybridKV(**options), inputs, **GREEDY)
+    parts = matrix.compressed(double, HybridKV(**options), inputs, prefill_chunk_size=32, **GREEDY)
+    assert torch.equal(whole.tokens, parts.tokens)
+    steps = GREEDY["max_new_tokens"]
+    assert largest_difference([step[:, -1:] for step in parts.logits[-steps:]], whole.logits) < 1e-9
+    assert parts.session.report.retrieved > 0
 
 
 def test_one_method_object_serves_many_prompts() -> None:

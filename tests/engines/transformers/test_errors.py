@@ -48,12 +48,12 @@ BUDGETED = [
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return families.build("llava")
+    return families.build("llava", dtype=torch.float64)
 
 
 @pytest.fixture
 def inputs() -> dict[str, torch.Tensor]:
-    return families.prompt("llava", images=2)
+    return families.prompt("llava", images=2, dtype=torch.float64)
 
 
 @pytest.fixture

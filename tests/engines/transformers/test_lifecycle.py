@@ -26,10 +26,10 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 SHORT = {"max_new_tokens": 4, "do_sample": False}
 
 
-def used(family: str, seed: int = 0) -> Any:
+def used(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     """A model that has generated once: transformers installs hooks of its own in some vision towers then."""
-    model = families.build(family, seed=seed)
-    model.generate(**families.prompt(family), max_new_tokens=1)
+    model = families.build(family, seed=seed, dtype=dtype)
+    model.generate(**families.prompt(family, dtype=dtype), max_new_tokens=1)
     return model
 
 
@@ -177,9 +177,10 @@ def test_dense_keys_are_gone_after_the_prompt(collected: None) -> None:
 def test_the_second_sample_is_as_if_it_were_the_first(name: str) -> None:
     """Within one block, in a second block, and with one method object for all of it."""
     family, method = "qwen2_5_vl", matrix.method(name)
-    first, second = families.prompt(family, images=2), families.batch(family).inputs
-    fresh = matrix.compressed(families.build(family), matrix.method(name), second)
-    model = matrix.model(family)
+    first = families.prompt(family, images=2, dtype=torch.float64)
+    second = families.batch(family, dtype=torch.float64).inputs
+    fresh = matrix.compressed(families.build(family, dtype=torch.float64), matrix.method(name), second)
+    model = matrix.model(family, torch.float64)
     for _ in range(2):
         with foveakv.compress(model, method) as session:
             model.generate(**first, **SHORT)
@@ -198,11 +199,11 @@ def test_a_text_prompt_after_an_image_prompt() -> None:
         want = matrix.plain(families.build(family), text)
         with foveakv.compress(model, foveakv.methods.get("full")):
             model.generate(**image, **SHORT)
-            got = matrix.plain(model, text)
+            got = matrix.plain(model, text, follow=want)
         assert largest_difference(got.logits, want.logits) < 1e-5
         with foveakv.compress(model, matrix.method("snapkv")):
             model.generate(**image, **SHORT)
-        assert largest_difference(matrix.plain(model, text).logits, want.logits) < 1e-5
+        assert largest_difference(matrix.plain(model, text, follow=want).logits, want.logits) < 1e-5
 
 
 def test_a_session_can_be_opened_again_but_not_twice_at_once() -> None:
@@ -246,7 +247,7 @@ def test_zero_evictions_are_flagged() -> None:
 
 
 def test_nested_blocks_on_one_model() -> None:
-    model, inputs = used("llava"), families.prompt("llava")
+    model, inputs = used("llava", dtype=torch.float64), families.prompt("llava", dtype=torch.float64)
     want = fingerprint(model)
     alone = {name: matrix.compressed(model, matrix.method(name), inputs).tokens for name in ("snapkv", "streaming")}
     assert not torch.equal(alone["snapkv"], alone["streaming"])
@@ -261,7 +262,7 @@ def test_nested_blocks_on_one_model() -> None:
 
 
 def test_blocks_that_do_not_nest() -> None:
-    model, inputs = used("llava"), families.prompt("llava")
+    model, inputs = used("llava", dtype=torch.float64), families.prompt("llava", dtype=torch.float64)
     want = fingerprint(model)
     alone = matrix.compressed(model, matrix.method("streaming"), inputs).tokens
     first, second = (
@@ -307,8 +308,8 @@ def test_one_method_object_on_two_models() -> None:
 
 
 def test_two_models_at_once() -> None:
-    one, two = families.build("llava"), families.build("llava", seed=1)
-    inputs = families.prompt("llava")
+    one, two = (families.build("llava", seed=seed, dtype=torch.float64) for seed in (0, 1))
+    inputs = families.prompt("llava", dtype=torch.float64)
     alone = [matrix.compressed(model, matrix.method("hae"), inputs).tokens for model in (one, two)]
     with foveakv.compress(one, matrix.method("hae")), foveakv.compress(two, matrix.method("hae")):
         both = [model.generate(**inputs, **matrix.GREEDY).sequences for model in (one, two)]
@@ -353,7 +354,7 @@ def test_a_submodule_is_not_the_model() -> None:
 
 
 def test_a_cache_whose_forward_pass_failed() -> None:
-    model, inputs = matrix.model("llama"), families.prompt("llama")
+    model, inputs = matrix.model("llama", torch.float64), families.prompt("llama")
     cache = foveakv.cache_for(model, matrix.method("snapkv"))
     broken = model.model.layers[2].mlp.register_forward_pre_hook(lambda *unused: (_ for _ in ()).throw(Broken()))
     with pytest.raises(Broken):
@@ -367,7 +368,8 @@ def test_a_cache_whose_forward_pass_failed() -> None:
 
 
 def test_a_reset_cache_begins_a_new_prompt() -> None:
-    model, inputs, other = matrix.model("llava"), families.prompt("llava"), families.prompt("llava", images=1, seed=4)
+    model, inputs = matrix.model("llava", torch.float64), families.prompt("llava", dtype=torch.float64)
+    other = families.prompt("llava", images=1, seed=4, dtype=torch.float64)
     want = matrix.compressed(model, matrix.method("hae"), inputs)
     cache = foveakv.cache_for(model, matrix.method("hae"))
     model.generate(**other, **SHORT, past_key_values=cache)

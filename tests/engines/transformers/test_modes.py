@@ -58,7 +58,8 @@ def test_beams_change_places(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_beams_and_sampling_of_the_full_method_are_the_plain_models(family: str) -> None:
-    model, inputs = matrix.model(family), inputs_of(family, torch.float32)
+    """Two runs that choose and draw for themselves, in fp64, where no near tie can part them."""
+    model, inputs = matrix.model(family, torch.float64), inputs_of(family)
     for options in (
         {"num_beams": 3, "num_return_sequences": 2},
         {"do_sample": True, "temperature": 1.3, "top_k": 20},
@@ -68,7 +69,7 @@ def test_beams_and_sampling_of_the_full_method_are_the_plain_models(family: str)
         want = matrix.plain(model, inputs, **options)
         got = matrix.compressed(model, foveakv.methods.get("full"), inputs, **options)
         assert torch.equal(got.tokens, want.tokens), options
-        assert largest_difference(got.logits, want.logits) < 1e-5
+        assert largest_difference(got.logits, want.logits) < 1e-9
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -481,16 +482,14 @@ def test_prompts_of_embeddings(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.2), (torch.float16, 0.03)])
+def test_half_precision(name: str, dtype: torch.dtype, tolerance: float) -> None:
     model = matrix.model("qwen2_5_vl", dtype)
     inputs = families.batch("qwen2_5_vl", dtype=dtype).inputs
     run = matrix.compressed(model, matrix.method(name), inputs)
     assert all(step.isfinite().all() for step in run.logits)
     matrix.check_storage(run)
-    want = matrix.replayed(model, run, inputs)
-    got, expected = (torch.stack([step[:, -1].float() for step in logits[:2]]) for logits in (run.logits, want.logits))
-    assert (got - expected).abs().max() < 0.15
+    matrix.check_against_reference(model, run, inputs, tolerance)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -568,7 +567,8 @@ def refused(name: str, match: str, family: str = "llama", **options: Any) -> Non
         with pytest.raises(errors.UnsupportedModeError, match=match):
             model.generate(**inputs, max_new_tokens=4, **options)
         model.generate(**inputs, max_new_tokens=2)
-    assert largest_difference(matrix.plain(model, inputs).logits, matrix.plain_batch(family).logits) < 1e-5
+    before = matrix.plain_batch(family)
+    assert largest_difference(matrix.plain(model, inputs, follow=before).logits, before.logits) < 1e-5
 
 
 @pytest.mark.parametrize("name", METHODS)

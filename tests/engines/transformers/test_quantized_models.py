@@ -98,13 +98,8 @@ def coded(kind: str, window: int, inputs: dict[str, Any]) -> Iterator[None]:
 
 def compressed(model: Any, method: Any, inputs: dict[str, Any], kind: str, window: int, **options: Any) -> matrix.Run:
     """Generates with a kv_dtype and a trace; `backend` among the options goes to `compress`."""
-    backend = options.pop("backend", "auto")
-    with (
-        foveakv.compress(model, method, trace=True, kv_dtype=kind, residual_length=window, backend=backend) as session,
-        recorded(model) as logits,
-    ):
-        output = model.generate(**inputs, **{**matrix.GREEDY, **options})
-        return matrix.Run(output.sequences, logits, session.cache, session, list(session.trace))
+    session = {"kv_dtype": kind, "residual_length": window, "backend": options.pop("backend", "auto")}
+    return matrix.compressed(model, method, inputs, session_options=session, **options)
 
 
 def check(model: Any, run: matrix.Run, inputs: dict[str, Any], kind: str, window: int, **options: Any) -> None:
@@ -197,10 +192,11 @@ def test_a_row_of_a_batch_is_as_alone(name: str, kind: str) -> None:
     model = matrix.model("qwen2_5_vl", torch.float64)
     together = compressed(model, matrix.method(name), batch.inputs, kind, 4)
     for i, single in enumerate(batch.singles):
-        alone = compressed(model, matrix.method(name), single, kind, 4)
-        assert torch.equal(alone.tokens[0, -6:], together.tokens[i, -6:])
+        said = torch.cat([single["input_ids"], together.tokens[i : i + 1, -6:]], 1)
+        alone = compressed(model, matrix.method(name), single, kind, 4, follow=said)
         for a, b in zip(alone.logits, together.logits, strict=True):
             assert (a[0, -1] - b[i, -1]).abs().max() < TOLERANCE
+        matrix.check_choices(alone, TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -212,44 +208,57 @@ def test_second_turn(name: str, kind: str) -> None:
     rows = [families.row(family, images=2), families.row(family, images=1, seed=1)]
     first = families.first_turn(family, rows, torch.float64)
 
-    def talk(cache: Any = None) -> list[Tensor]:
-        past = {} if cache is None else {"past_key_values": cache}
-        output = model.generate(**first.inputs, **matrix.GREEDY, **past)
-        second = families.next_turn(family, model, first, output.sequences, image=True)
-        cache = matrix.cache_of(output)
-        again = model.generate(**second.inputs, **matrix.GREEDY, past_key_values=cache)
-        return [output.sequences, again.sequences]
+    def talk(said: tuple[matrix.Run | None, ...] = (None, None)) -> tuple[matrix.Run, ...]:
+        one = matrix.plain(model, first.inputs, follow=said[0])
+        second = families.next_turn(family, model, first, one.tokens, image=True)
+        return one, matrix.plain(model, second.inputs, follow=said[1], past_key_values=one.cache)
 
     method = matrix.method(name)
     with (
         foveakv.compress(model, method, trace=True, kv_dtype=kind, residual_length=window) as session,
         recorded(model) as got,
     ):
-        tokens = talk()
+        said = talk()
     with coded(kind, window, first.inputs), masked(model, list(session.trace)), recorded(model) as want:
-        assert all(map(torch.equal, talk(), tokens))
+        again = talk(said)
     assert largest_difference(got, want) < TOLERANCE
+    for run in again:
+        matrix.check_choices(run, TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", ["blocks", "cpu"])
 @pytest.mark.parametrize("name", ["snapkv", "adakv", "h2o", "hae", "hybridkv"])
 def test_backends_agree(name: str, backend: str, kind: str) -> None:
-    """In float32 and bfloat16; new tokens stay exact for these few steps, so that rounding cannot part the runs."""
+    """In float32 and bfloat16; new tokens stay exact for these few steps, so that rounding cannot part the runs.
+
+    What a method drops or fetches while decoding depends on scores that the backends round differently, so the runs are
+    compared up to the first step in which they attend to different tokens. The first decoded step is always compared.
+    """
     if backend == "cpu" and foveakv.kernels.problem("cpu"):
         pytest.skip("the CPU kernel cannot be built here")
-    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, None)):
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 0.03)):
         model = matrix.model("qwen2_5_vl", dtype)
         inputs = families.batch("qwen2_5_vl", dtype=dtype).inputs
         method = matrix.method(name)
         want = compressed(model, method, inputs, kind, 8, backend="reference")
-        got = compressed(model, method, inputs, kind, 8, backend=backend)
-        if tolerance is not None:
-            assert largest_difference(got.logits, want.logits) < tolerance
-            assert torch.equal(got.tokens, want.tokens)
-        else:  # one rounded step: later ones may go other ways
-            difference = (got.logits[1].float() - want.logits[1].float()).abs().max()
-            assert difference < 0.03 * want.logits[1].float().abs().max()
+        got = compressed(model, method, inputs, kind, 8, backend=backend, follow=want)
+        steps = next((i for i, pair in enumerate(zip(got.trace, want.trace, strict=True)) if differ(*pair)), None)
+        assert steps is None or (steps > 1 and name in ("h2o", "hae", "hybridkv"))
+        if dtype == torch.float32:
+            assert largest_difference(got.logits[:steps], want.logits[:steps]) < tolerance
+            if steps is None:
+                matrix.check_choices(got, tolerance)
+        else:
+            largest = max(step.abs().max().item() for step in want.logits[1:steps])
+            assert largest_difference(got.logits[1:steps], want.logits[1:steps], every_row=True) < tolerance * largest
+
+
+def differ(one: dict[int, Tensor], other: dict[int, Tensor]) -> bool:
+    """Whether two steps of traces attend to different positions in some layer."""
+    return one.keys() != other.keys() or not all(
+        torch.equal(a.sort().values, other[layer].sort().values) for layer, a in one.items()
+    )
 
 
 # ------------------------------------------------------------------------------------------- copies, crops, chunks
@@ -441,15 +450,17 @@ def test_command_line_mistakes_are_found_before_the_model_is_loaded(command: str
 
 
 def test_most_tokens_are_those_of_the_plain_model() -> None:
-    """Random weights have many near ties; int8 still answers as the plain model almost everywhere."""
+    """Random weights have many near ties; int8 still chooses as without codes almost everywhere, word after word."""
     equal: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for family, name in itertools.product(FAMILIES, ["full", "snapkv", "h2o"]):
-        model, inputs = matrix.model(family), families.batch(family).inputs
-        want = matrix.compressed(model, matrix.method(name), inputs).tokens[:, -6:]
+        model, inputs = matrix.model(family, torch.float64), families.batch(family, dtype=torch.float64).inputs
+        want = matrix.compressed(model, matrix.method(name), inputs)
         for kind in KINDS:
-            got = compressed(model, matrix.method(name), inputs, kind, 0).tokens[:, -6:]
-            equal[kind].append((got == want).float().mean().item())
+            got = compressed(model, matrix.method(name), inputs, kind, 0, follow=want)
+            assert got.choices is not None
+            chosen = torch.stack([scores.argmax(-1) for scores in got.choices.scores], 1)
+            equal[kind].append((chosen == want.tokens[:, -6:]).double().mean().item())
     shares = {kind: sum(found) / len(found) for kind, found in equal.items()}
     print(f"tokens equal to those without a kv_dtype: {shares}")
-    assert shares["int8"] >= 0.7
+    assert shares["int8"] >= 0.85
     assert shares["int8"] >= shares["int4"]
