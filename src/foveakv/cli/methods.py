@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 from rich.padding import Padding
 
 from foveakv.cli import common
+
+if TYPE_CHECKING:
+    from foveakv.methods import Method
 
 
 @common.friendly
@@ -21,12 +24,31 @@ def methods() -> None:
         cls = find(name)
         settings = ", ".join(f"{f.name}={_default(f)}" for f in dataclasses.fields(cls) if f.init)
         out.print(f"[bold]{name}[/bold]  {escape(summary(cls))}", highlight=False)
+        out.print(Padding(escape(declared(cls)), (0, 0, 0, 2)), highlight=False)
         out.print(Padding(f"[dim]{escape(settings or 'no options')}[/dim]", (0, 0, 1, 2)), highlight=False)
 
 
 def summary(cls: type) -> str:
     """The first paragraph of a method's docstring, on one line."""
     return " ".join((cls.__doc__ or "").strip().split("\n\n")[0].split())
+
+
+def declared(cls: type[Method]) -> str:
+    """What a method declares with its default options: which slots may differ, what it observes, when it acts."""
+    method = object.__new__(cls)  # options keep their defaults, and required ones need no value
+    try:
+        observes, decides = method.observes, method.decides
+        queries = {"none": "no queries", "window": "queries at the end of the prompt", "text": "text queries"}
+        seen = [queries.get(observes.queries, "all queries of the prompt")]
+        seen += ["attention sums while decoding"] if observes.attention_sum else []
+        seen += ["a second pass over the prompt"] if observes.second_pass else []
+        acts = ", ".join(_WHEN[when] for when in decides)
+        return f"slots differ per {method.granularity}; observes {', '.join(seen)}; acts {acts}"
+    except AttributeError:  # depends on an option without a default
+        return "what it declares depends on its options"
+
+
+_WHEN = {"prefill": "at prefill", "after_prefill": "after prefill", "decode": "while decoding", "read": "on read"}
 
 
 def _default(setting: dataclasses.Field[Any]) -> str:
