@@ -7,7 +7,7 @@ import copy
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from statistics import median
 from typing import Any, TypeVar
 
@@ -26,7 +26,6 @@ from foveakv.evaluation.replay import Recording, read, record, replay, replays
 from foveakv.evaluation.results import FULL, Result, TurnResult, describe_error
 from foveakv.methods import Method
 from foveakv.methods.full import Full
-from foveakv.methods.random import Random
 from foveakv.models.inputs import build_inputs
 from foveakv.models.loading import Loaded
 from foveakv.util.timing import StepClock
@@ -286,10 +285,11 @@ class _Prompt:
 
 
 def _drawn(method: Method, item: Item) -> Method:
-    """Draws other random tokens for every item, so that intervals over items include the variance of the draw."""
-    if not isinstance(method, Random):
+    """Give a method with a `seed` another one for every item, so that intervals include the variance of the draw."""
+    seed = getattr(method, "seed", None)
+    if not any(option.name == "seed" for option in fields(method)):
         return method
-    return replace(method, seed=zlib.crc32(f"{method.seed} {item.task} {item.number} {item.seed}".encode()))
+    return replace(method, **{"seed": zlib.crc32(f"{seed} {item.task} {item.number} {item.seed}".encode())})
 
 
 def _each(items: Sequence[Any], work: Callable[[Sequence[int]], list[T]]) -> list[T | Exception]:

@@ -12,7 +12,6 @@ from foveakv.methods import checks
 from foveakv.methods.base import Method
 from foveakv.methods.ddes import BinState, RecycleBin
 from foveakv.methods.prompt_scores import check_rows, prompt_scores
-from foveakv.methods.results import Results
 from foveakv.methods.views import (
     Decision,
     DecodeView,
@@ -20,7 +19,6 @@ from foveakv.methods.views import (
     Observes,
     PrefillView,
     PromptView,
-    ResultView,
     State,
     When,
 )
@@ -104,7 +102,3 @@ class H2O(Method):
     def decode(self, view: DecodeView) -> Decision | None:
         """Accumulate the attention of the step and evict the lowest-scored token of every head that is over budget."""
         return self._bin.step(view, view.state.bins)
-
-    def results(self, view: ResultView) -> Results:
-        """Report nothing in addition to the common counts."""
-        return Results()
