@@ -13,7 +13,7 @@ import families
 import matrix
 import pytest
 import torch
-from test_lifecycle import fingerprint, used
+from attached import fingerprint, used
 
 import foveakv
 from foveakv import errors

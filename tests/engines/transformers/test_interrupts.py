@@ -19,7 +19,7 @@ import matrix
 import pytest
 import torch
 import transformers
-from test_lifecycle import fingerprint, used
+from attached import fingerprint, used
 from torch import Tensor
 
 import foveakv

@@ -10,8 +10,8 @@ import families
 import matrix
 import pytest
 import torch
+from attached import fingerprint, used
 from masked_reference import largest_difference, recorded
-from test_lifecycle import fingerprint, used
 from torch import Tensor, _dynamo
 from transformers import CompileConfig
 

@@ -12,8 +12,8 @@ import families
 import matrix
 import pytest
 import torch
+from attached import fingerprint, used
 from masked_reference import largest_difference
-from test_lifecycle import fingerprint, used
 from transformers import TextIteratorStreamer
 
 import foveakv
