@@ -25,7 +25,6 @@ MOST_LINES = 400
 UPWARDS: dict[str, set[str]] = {}
 CYCLIC: set[str] = set()
 LONG_FILES: dict[str, int] = {
-    "tests/engines/transformers/test_lifecycle.py": 443,
     "tests/engines/transformers/test_modes.py": 703,
     "tests/engines/transformers/test_quantized_models.py": 455,
     "tests/helpers/families.py": 957,
