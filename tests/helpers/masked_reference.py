@@ -2,7 +2,8 @@
 
 A compressed run records a trace: for every forward pass, the logical positions that each (sequence, KV head) of a layer
 attended to. Generating again with nothing dropped, but with attention masked to exactly those positions (and by the
-model's own mask), has to give the same logits. Nothing here knows how the compression works, and nothing is imported
+model's own mask), has to give the same logits. With `stored`, the keys and values that the compressed run attended to
+are compared with those of the plain cache too. Nothing here knows how the compression works, and nothing is imported
 from it.
 
     with compressed(model) as session, recorded(model) as got:
@@ -26,13 +27,20 @@ from transformers.masking_utils import sdpa_mask
 NAME = "masked_reference"
 
 Trace = Sequence[dict[int, Tensor] | None]
+Stored = tuple[Tensor, Tensor | None, Tensor | None]
+"""Positions [B, H, M], -1 for none, with their keys [B, H, M, D] and values [B, H, M, Dv], or None for both."""
 
 
 class _Replay:
     """Which step of the trace is running, and what each layer may attend to in it."""
 
-    def __init__(self, trace: Trace, left: Tensor | None, left_after: int) -> None:
+    def __init__(
+        self, trace: Trace, left: Tensor | None, left_after: int, stored: Sequence[dict[int, Stored]] | None
+    ) -> None:
         self.trace = trace
+        self.stored = stored
+        self.furthest = 0.0  # largest difference between a stored key or value and that of the plain cache
+        self.compared = 0
         self.step = -1
         self.left = left
         self.left_after = left_after
@@ -59,6 +67,20 @@ class _Replay:
         self.layers_masked += 1
         return (counts > 0)[:, :, None, :]
 
+    def compare(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Compares what the compressed run attended to with the plain cache: key [B, H, C, D], value [B, H, C, Dv]."""
+        held = None if self.stored is None else self.stored[self.step].get(layer)
+        if held is None or held[1] is None:
+            return
+        positions = held[0]
+        real = (positions >= 0)[..., None]
+        for plain, stored in ((key, held[1]), (value, held[2])):
+            assert stored is not None
+            index = positions.clamp_min(0)[..., None].expand(*positions.shape, plain.shape[-1])
+            off = (plain.gather(2, index).double() - stored.double()).masked_fill(~real, 0).abs().max().item()
+            self.furthest = max(self.furthest, off if off == off else float("inf"))
+        self.compared += 1
+
 
 _running: list[_Replay] = []
 
@@ -78,6 +100,7 @@ def _attention(
         assert kwargs.get(name) is None, f"the reference does not know {name}"
     batch, query_heads, new, dim = query.shape
     heads, columns = key.shape[1], key.shape[2]
+    _running[-1].compare(module.layer_idx, key, value)
     group = query_heads // heads
     key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     if attention_mask is None:
@@ -107,7 +130,14 @@ def _text_key(model: Any) -> str:
 
 
 @contextmanager
-def masked(model: Any, trace: Trace, *, left: Tensor | None = None, left_after: int = 0) -> Iterator[_Replay]:
+def masked(
+    model: Any,
+    trace: Trace,
+    *,
+    left: Tensor | None = None,
+    left_after: int = 0,
+    stored: Sequence[dict[int, Stored]] | None = None,
+) -> Iterator[_Replay]:
     """Inside, the model attends to what the trace says, step after step.
 
     Args:
@@ -115,10 +145,12 @@ def masked(model: Any, trace: Trace, *, left: Tensor | None = None, left_after: 
             that is absent attends densely, and so does every layer of a step that is None or empty.
         left: bool [B, C], False for prompt tokens that left the residual stream after layer `left_after`: no query of
             the prefill sees them as keys in later layers. Rows of such tokens mean nothing then, all others are exact.
+        stored: what the compressed run attended to, to be compared with the plain cache; the largest difference is
+            `furthest` of what this yields.
     """
     key, config = _text_key(model), model.get_decoder().config
     before = config._attn_implementation
-    replay = _Replay(trace, left, left_after)
+    replay = _Replay(trace, left, left_after, stored)
 
     def count(*unused: Any) -> None:
         replay.step += 1

@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import families
 import torch
-from masked_reference import Trace, largest_difference, masked, recorded, stayed
+import witness
+from masked_reference import Stored, Trace, largest_difference, masked, recorded
 from torch import Tensor
 from transformers import LogitsProcessor
 
@@ -170,7 +172,11 @@ class Choices(LogitsProcessor):
 
 @dataclass
 class Run:
-    """What a run of `generate` gave; `logits` are those of every forward pass."""
+    """What a run of `generate` gave; `logits` are those of every forward pass.
+
+    With a trace, `stored` is what attention was handed in every forward pass, and `stayed` [B, C] the tokens of the
+    prompt that were not pruned from the residual stream (None: all).
+    """
 
     tokens: Tensor
     logits: list[Tensor]
@@ -178,6 +184,9 @@ class Run:
     session: Any = None
     trace: Trace = ()
     choices: Choices | None = None
+    stored: Sequence[dict[int, Stored]] = ()
+    stayed: Tensor | None = None
+    furthest: float | None = None  # of a replay: between a stored key or value and the plain one
 
 
 def assisted(options: dict[str, Any]) -> bool:
@@ -234,10 +243,14 @@ def compressed(
     with (
         foveakv.compress(model, method, **{"trace": True, **(session_options or {})}) as session,
         recorded(model) as logits,
+        witness.witnessed() as seen,
     ):
         output = model.generate(**inputs, **{**GREEDY, **options, **forcing})
-        trace = [] if session.cache.trace is None else list(session.trace)
-        return Run(output.sequences, logits, session.cache, session, trace, choices)
+        run = Run(output.sequences, logits, session.cache, session, choices=choices)
+        if session.cache.trace is not None:
+            run.trace = list(session.trace)
+            run.stored, run.stayed = seen.of(run.cache), seen.streams.get(id(run.cache))
+        return run
 
 
 def exact(model: Any, run: Run) -> bool:
@@ -248,15 +261,18 @@ def exact(model: Any, run: Run) -> bool:
 def replayed(model: Any, run: Run, inputs: dict[str, Any], **options: Any) -> Run:
     """What the plain model says to the compressed run's tokens when it attends to what that run attended to.
 
-    With beams and with drafts it chooses for itself where the numbers are exact.
+    That is what attention was handed; the trace must say the same. With beams and with drafts it chooses for itself where the numbers are exact.
     """
-    left, after = None, run.cache.method.prunes_after
-    if after is not None:
-        after = run.cache.compressed[after].layer_idx
-        left = stayed(run.trace, inputs["input_ids"].shape[1], after)
+    witness.check(run.trace, run.stored)
+    trace = [{layer: held[0] for layer, held in step.items()} for step in run.stored]
+    after = run.cache.method.prunes_after
+    after = 0 if after is None else run.cache.compressed[after].layer_idx
     free = (options.get("num_beams", 1) > 1 or assisted(options)) and exact(model, run)
-    with masked(model, run.trace, left=left, left_after=after or 0):
-        return plain(model, inputs, follow=None if free else run, **options)
+    stored = None if run.cache.method.merges else run.stored
+    with masked(model, trace, left=run.stayed, left_after=after, stored=stored) as replay:
+        want = plain(model, inputs, follow=None if free else run, **options)
+    want.furthest = replay.furthest if replay.compared else None
+    return want
 
 
 def check_choices(run: Run, tolerance: float) -> None:
@@ -281,7 +297,7 @@ def check_against_reference(
     model: Any, run: Run, inputs: dict[str, Any], tolerance: float = 1e-6, **options: Any
 ) -> None:
     """The compressed run's logits are those of the masked plain model on the same tokens, in all steps, and so are its
-    choices unless they were drawn.
+    choices unless they were drawn; the keys and values that it attended to are those of the plain cache.
 
     A method that merges stores numbers that the plain model does not have, so only the prompt's logits are compared.
     """
@@ -289,6 +305,8 @@ def check_against_reference(
     steps = comparable(run)
     difference = largest_difference(run.logits[:steps], want.logits[:steps])
     assert difference < tolerance, f"{run.cache.method} differs from the masked reference by {difference:.3g}"
+    if want.furthest is not None:
+        assert want.furthest < 2 * tolerance, f"keys or values differ from the plain cache by {want.furthest:.3g}"
     if steps is not None:
         return
     if want.choices is None or want.choices.tokens is None:

@@ -70,3 +70,58 @@ def test_a_token_that_was_not_attended_to_is_noticed(
         positions[:, :, :4] = -1
     with pytest.raises(AssertionError):
         matrix.check_against_reference(model, run, inputs, tolerance, **options)
+
+
+def test_a_trace_that_says_something_else_than_attention_was_handed_is_noticed() -> None:
+    model, inputs = setting(torch.float64)
+    run = matrix.compressed(model, matrix.method("snapkv"), inputs)
+    next(iter(run.trace[3].values()))[0, 0, 0] = -1
+    with pytest.raises(AssertionError, match="step 3, layer 0: the trace is not what attention was handed"):
+        matrix.check_against_reference(model, run, inputs)
+
+
+@pytest.mark.parametrize("number", [1, 2], ids=["keys", "values"])
+@pytest.mark.parametrize("name", ["snapkv", "quest"])
+def test_a_stored_key_or_value_of_another_token_is_noticed(name: str, number: int) -> None:
+    model, inputs = setting(torch.float64)
+    run = matrix.compressed(model, matrix.method(name), inputs)
+    matrix.check_against_reference(model, run, inputs)
+    held = run.stored[3][2][number]
+    assert held is not None
+    held[1, 1, 1] = held[1, 1, 0]
+    with pytest.raises(AssertionError, match="differ from the plain cache"):
+        matrix.check_against_reference(model, run, inputs)
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_a_library_that_agrees_with_itself_and_attends_to_other_tokens_is_noticed(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Positions and trace stay right while slots of two tokens change places; and a store that reads other chunks."""
+    from foveakv.memory.chunks import ChunkStore
+    from foveakv.memory.segments import Segments
+
+    model, inputs = setting(torch.float32)  # pages are not read in place in fp64
+    append, pages, written = Segments.append, ChunkStore.pages, []
+
+    def swapped(self: Segments, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> None:
+        append(self, keys, values, positions)
+        if not written:
+            row = int(self.runs.start[0])
+            self._values[[row, row + 1]] = self._values[[row + 1, row]]
+            written.append(row)
+
+    def others(self: ChunkStore) -> object:
+        made = pages(self)
+        written.append(0)
+        return made._replace(table=torch.where(made.table < 0, made.table, (made.table - 1).clamp_min(0)))
+
+    if place == "host":
+        monkeypatch.setattr(ChunkStore, "pages", others)
+    else:
+        monkeypatch.setattr(Segments, "append", swapped)
+    run = matrix.compressed(model, matrix.method("hybridkv" if place == "host" else "snapkv"), inputs)
+    if not written:
+        pytest.skip("this machine's kernel does not read pages in place")
+    with pytest.raises(AssertionError, match="differ"):
+        matrix.check_against_reference(model, run, inputs, 1e-4)
