@@ -261,7 +261,8 @@ def exact(model: Any, run: Run) -> bool:
 def replayed(model: Any, run: Run, inputs: dict[str, Any], **options: Any) -> Run:
     """What the plain model says to the compressed run's tokens when it attends to what that run attended to.
 
-    That is what attention was handed; the trace must say the same. With beams and with drafts it chooses for itself where the numbers are exact.
+    That is what attention was handed; the trace must say the same. With beams and with drafts it chooses for itself
+    where the numbers are exact.
     """
     witness.check(run.trace, run.stored)
     trace = [{layer: held[0] for layer, held in step.items()} for step in run.stored]
