@@ -49,6 +49,8 @@ def share_out(weights: Tensor, slots: int, low: int, high: int, scores: Tensor |
     by_score = torch.argsort(scores, descending=True, stable=True)
     order = by_score[torch.argsort((shares - budgets)[by_score], descending=True, stable=True)].tolist()
     rest = slots - int(budgets.sum())
+    if not low * len(order) <= slots <= high * len(order):
+        raise BudgetError(f"{slots} slots cannot be shared among {len(order)} heads of {low} to {high} slots each")
     while rest:
         step = 1 if rest > 0 else -1
         for i in order if rest > 0 else reversed(order):

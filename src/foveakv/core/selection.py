@@ -14,7 +14,7 @@ def keep_top(scores: Tensor, count: Tensor) -> Tensor:
         count: integer tensor, broadcastable to `scores.shape[:-1]`.
 
     Returns:
-        bool [..., C] with exactly min(count, finite scores) marks per row; ties go to the lower column.
+        bool [..., C] with exactly min(count, scores above -inf) marks per row, +inf first; ties go to the lower column.
     """
     order = scores.argsort(dim=-1, descending=True, stable=True)
     rank = torch.empty_like(order).scatter_(

@@ -66,6 +66,7 @@ class ChunkStore:
         self.summary: Summary = summary
         self.device = keys.device
         self.in_place = False
+        self.reserved = False  # whether it is decided how many chunks each head reads
         self.batch, self.kv_heads = keys.shape[:2]
         sequence, head = heads.cpu().nonzero(as_tuple=True)
         count = (real.sum(-1) // chunk).cpu()[sequence]  # [S]
@@ -201,6 +202,25 @@ class ChunkStore:
         """Rows that have fewer chunk slots than chunks, and therefore choose at every step."""
         return self._run.shape[0]
 
+    def overlaps(self, stored: Tensor, chunks: Tensor) -> bool:
+        """Return whether a head stores tokens on the device that are in chunks it may read.
+
+        stored: positions of the stored slots, [B, H, M], -1 beyond a head's length. chunks: int64 [B, H].
+        """
+        if not len(self._run):
+            return False
+        last = max(int(stored.max()), int(self._positions.max()), 0)
+        own = stored.flatten(0, 1)[self._run]  # [n, M]
+        number = torch.arange(self._positions.shape[1], device=self.device)
+        offloaded = self._positions[self._sequence].to(torch.int64)  # [n, P, T]
+        offloaded = offloaded.masked_fill((number >= self._count[:, None])[..., None], last + 1).flatten(1)
+        marks = torch.zeros(len(own), last + 2, dtype=torch.bool, device=self.device)
+        marks = marks.scatter_(1, offloaded, True)
+        marks[:, last + 1] = False
+        found = marks.gather(1, own.to(torch.int64).clamp_min(0)) & (own >= 0)
+        reads = chunks.to(self.device).flatten()[self._run] > 0
+        return bool((found.any(1) & reads).any())
+
     def reserve(self, segments: Segments, chunks: Tensor, *, in_place: bool = False) -> None:
         """Give head (b, h) chunks[b, h] chosen chunks, at first its newest; entries of other heads are ignored.
 
@@ -208,7 +228,7 @@ class ChunkStore:
         others are read from here. A head whose chunks all fit makes no choices from then on. One without a chosen
         chunk can never get any: its chunks no longer count as stored.
         """
-        self.in_place = in_place
+        self.in_place, self.reserved = in_place, True
         run, count = self._run.cpu(), self._count.cpu()
         slots = torch.minimum(chunks.cpu().flatten()[run], count)
         choosing = (slots < count) & (slots > 0)

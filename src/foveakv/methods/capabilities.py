@@ -8,6 +8,7 @@ from foveakv.errors import MethodError
 from foveakv.methods.base import Method
 from foveakv.methods.views import Granularity
 
+_WHEN = ("prefill", "after_prefill", "decode", "read")
 _ORDER: tuple[Granularity, ...] = ("token", "layer", "head")
 _STORES = {
     "token": "one set of tokens for all layers and heads",
@@ -39,9 +40,15 @@ class Capabilities:
     second_pass: bool = True
     merging: bool = True
     token_pruning: bool = True
+    decode_and_read: bool = True
 
     def refusal(self, method: Method) -> str | None:
         """Return why this engine cannot run the method; None if it can."""
+        if method.granularity not in _ORDER:
+            return f"it declares granularity={method.granularity!r}, which must be one of {', '.join(_ORDER)}"
+        unknown = [when for when in method.decides if when not in _WHEN]
+        if unknown:
+            return f"it declares that it decides {unknown[0]!r}, which must be one of {', '.join(_WHEN)}"
         if _ORDER.index(method.granularity) > _ORDER.index(self.granularity):
             return f"it stores {_STORES[method.granularity]}, and {self.engine} stores {_STORES[self.granularity]}"
         lacks = {
@@ -52,6 +59,9 @@ class Capabilities:
             ),
             "needs a second pass over the prompt": method.observes.second_pass and not self.second_pass,
             "replaces keys and values": method.merges and not self.merging,
+            "evicts while decoding and reads chunks from a store": (
+                method.evicts_while_decoding and method.retrieves and not self.decode_and_read
+            ),
             "prunes tokens from the residual stream": method.prunes_after is not None and not self.token_pruning,
         }
         found = [what for what, lacking in lacks.items() if lacking]

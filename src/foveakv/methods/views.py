@@ -363,17 +363,19 @@ class Decision:
     """What to do with one layer. The defaults change nothing.
 
     Args:
-        keep: bool, False = evict. From `prefill` and `after_prefill`, over the prompt columns of the layer's view:
-            [B, H, C] or [B, 1, C]. From `decode`, over the stored slots: [B, H, M] or [B, 1, M]. Padding is never kept.
+        keep: bool, False = evict. From `prefill`, over the columns of the layer's view, from `after_prefill` over all
+            columns of the prompt: [B, H, C] or [B, 1, C]. From `decode`, over the stored slots: [B, H, M] or [B, 1, M].
+            Padding is never kept.
         evict: individual slots to evict, from `decode`.
         keys, values: replacements of the view's dense keys and values (merging), of the same shape and dtype.
         fields: per-slot values by name, from `prefill`.
-        offload: chunks to offload, in addition to the slots that `keep` keeps on the device.
-        chunks: int64 [B, H], the number of offloaded chunks that every step reads.
+        offload: chunks to offload. `keep` must leave their tokens out in heads that read them, and `chunks` must
+            follow, in the same decision or in that of `after_prefill`.
+        chunks: int64 [B, H], the number of offloaded chunks that every step reads; decided once per layer.
         stream: bool [B, C], tokens to keep in the residual stream for the layers after `Method.prunes_after`. The last
             token of a sequence is always kept, since its output is the result of the prompt.
-        restored: for the report, slots that were marked for eviction and are kept.
-        flushes: for the report, flushes of a recycle bin.
+        restored: for the report, from `decode`: slots that were marked for eviction and are kept.
+        flushes: for the report, from `decode`: flushes of a recycle bin.
     """
 
     keep: Tensor | None = None

@@ -106,5 +106,5 @@ def test_a_full_budget_is_the_plain_model(family: str) -> None:
 def test_it_is_refused_where_it_would_be_wrong() -> None:
     with pytest.raises(errors.UnsupportedModelError, match="second pass"), torch.no_grad():
         matrix.compressed(matrix.model("gemma3"), Repetition(), families.prompt("gemma3"))
-    with pytest.raises(errors.UnsupportedModeError, match="whole prompt at once"):
+    with pytest.raises(errors.UnsupportedModeError, match="whole prompt in one forward pass"):
         matrix.compressed(matrix.model("llama"), Repetition(), families.prompt("llama"), prefill_chunk_size=5)

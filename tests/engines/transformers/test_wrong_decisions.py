@@ -38,9 +38,9 @@ class Own(Method):
 
     on_prefill: Callable[[PrefillView], Any] = lambda view: None
     on_end: Callable[[PromptEndView], Any] = lambda view: None
-    on_step: Callable[[DecodeView], Any] = lambda view: None
+    on_step: Callable[[DecodeView], Any] | None = None
     on_read: Callable[[ReadView], Any] | None = None
-    acts: tuple[Any, ...] = ALL
+    acts: tuple[Any, ...] | None = None
     replaces: bool = True
     prunes: int | None = None
     calls: list[str] = field(default_factory=list)
@@ -49,7 +49,9 @@ class Own(Method):
 
     @property
     def decides(self) -> tuple[Any, ...]:
-        return self.acts
+        if self.acts is not None:
+            return self.acts
+        return "prefill", "after_prefill", "read" if self.on_step is None else "decode"
 
     @property
     def observes(self) -> Observes:
@@ -73,7 +75,7 @@ class Own(Method):
 
     def decode(self, view: DecodeView) -> Any:
         self.calls.append("decode")
-        return self.on_step(view)
+        return None if self.on_step is None else self.on_step(view)
 
     def read(self, view: ReadView) -> Any:
         return super().read(view) if self.on_read is None else self.on_read(view)
@@ -234,8 +236,8 @@ def slots(*numbers: int, dtype: torch.dtype = torch.int64) -> Tensor:
         (lambda view: Decision(evict=Evict(10_000, [1, 1])), "names slot 10000, and "),
         (lambda view: Decision(evict=Evict(-1, [1, 1])), "names slot -1, and "),
         (lambda view: Decision(evict=Evict(1.0, [1, 1])), "names slot 1.0, and "),
-        (lambda view: Decision(evict=Evict(slots(1, 10_000), [2, 2])), "names slots 1 to 10000"),
-        (lambda view: Decision(evict=Evict(slots(-1), [1, 1])), "names slots -1 to -1"),
+        (lambda view: Decision(evict=Evict(slots(1, 10_000), [2, 2])), "not stored in their head"),
+        (lambda view: Decision(evict=Evict(slots(-1), [1, 1])), "are not stored in their head"),
         (lambda view: Decision(evict=Evict(slots(1, dtype=torch.int32), [1, 1])), r"must be int64 \[2, 2 or 1, n\]"),
         (lambda view: Decision(evict=Evict(slots(1)[:, 0], [1, 1])), r"must be int64 \[2, 2 or 1, n\], got"),
         (lambda view: Decision(evict=Evict(slots(1)[:1], [1, 1])), r"must be int64 \[2, 2 or 1, n\], got"),
@@ -293,17 +295,67 @@ def right(view: ReadView) -> Tensor:
 def test_the_same_object_is_right_when_its_decisions_are(inputs: dict[str, Tensor], expected: Tensor) -> None:
     """None of the checks refuses what is allowed."""
     two = torch.full((2, 2), 2)
-    method = Own(
+    shared = {"keys": lambda view: view.keys.clone(), "values": lambda view: view.values.clone()}
+    reads = Own(
         on_prefill=lambda view: Decision(
-            keep=rest(view), keys=view.keys.clone(), values=view.values.clone(),
-            fields={"a": Field(), "b": Field(view.keys.norm(dim=-1))},
+            keep=rest(view), **{name: make(view) for name, make in shared.items()},
             stream=view.prompt.real if view.compressed_idx == 0 else None, offload=offload(view),
         ),
         on_end=lambda view: [Decision(chunks=two)] * 4,
-        on_step=lambda view: Decision(evict=Evict(0, [1, 1])) if view.layer_idx else Decision(keep=view.slots.valid()),
         prunes=0,
     )  # fmt: skip
+    evicts = Own(
+        on_prefill=lambda view: Decision(fields={"a": Field(), "b": Field(view.keys.norm(dim=-1))}),
+        on_step=lambda view: Decision(evict=Evict(0, [1, 1])) if view.layer_idx else Decision(keep=view.slots.valid()),
+    )
+    for method in (reads, evicts):
+        run = matrix.compressed(matrix.model(FAMILY), method, inputs)
+        assert run.tokens.shape == expected.shape
+        assert run.session.report.evicted + run.session.report.retrieved > 0
+
+
+INCONSISTENT: list[tuple[str, Callable[[], Own]]] = [
+    ("in its offloaded chunks", lambda: Own(on_prefill=lambda view: Decision(offload=offload(view), chunks=ONE))),
+    (
+        "`offload` without `chunks`",
+        lambda: Own(on_prefill=lambda view: Decision(keep=rest(view), offload=offload(view))),
+    ),
+    ("`chunks` without `offload`", lambda: Own(on_end=lambda view: [Decision(chunks=ONE)] * 4)),
+    (
+        "are decided once",
+        lambda: Own(
+            on_prefill=lambda view: Decision(keep=rest(view), offload=offload(view), chunks=ONE),
+            on_end=lambda view: [Decision(chunks=ONE)] * 4,
+        ),
+    ),
+    ("negative", lambda: Own(on_end=lambda view: [Decision(chunks=-ONE)] * 4)),
+    ("names a slot twice", lambda: Own(on_step=lambda view: Decision(evict=Evict(torch.ones(2, 1, 2).long(), [2, 2])))),
+    ("whole numbers", lambda: Own(on_step=lambda view: Decision(evict=Evict(0, [1.0, 1.0])))),
+    ("not stored in their head", lambda: Own(on_prefill=ragged, on_step=beyond)),
+    ("reads chunks", lambda: Own(acts=ALL)),
+    ("one of prefill", lambda: Own(acts=("prefil",))),
+    ("the last layer has no later ones", lambda: Own(prunes=3)),
+]
+ONE = torch.ones(2, 2, dtype=torch.int64)
+
+
+def ragged(view: PrefillView) -> Decision:
+    """The second head of each sequence keeps all, the first one four tokens."""
+    keep = view.prompt.real[:, None].repeat(1, 2, 1)
+    keep[:, 0] &= from_end(view.prompt.real) <= 4
+    return Decision(keep=keep)
+
+
+def beyond(view: DecodeView) -> Decision:
+    slots = torch.tensor([[[4], [30]]]).repeat(2, 1, 1)
+    slots[:, 0] = 20
+    return Decision(evict=Evict(slots, [1, 1]))
+
+
+@pytest.mark.parametrize(("words", "make"), INCONSISTENT, ids=[words for words, _ in INCONSISTENT])
+def test_decisions_that_contradict_each_other(inputs: dict[str, Tensor], words: str, make: Callable[[], Own]) -> None:
+    """Nothing is lost or attended to twice in silence."""
     model = matrix.model(FAMILY)
-    run = matrix.compressed(model, method, inputs)
-    assert run.tokens.shape == expected.shape
-    assert run.session.report.evicted > 0
+    with pytest.raises(MethodError, match=words):
+        matrix.compressed(model, make(), inputs)
+    assert "generate" not in vars(model)

@@ -154,6 +154,9 @@ class CompressedCache(compat.Cache):
     def _select(self, index: Tensor) -> None:
         if self.prompt is not None:
             self.prompt = self.prompt.select(index.to(self.prompt.kinds.device))
+            slots = int(self.prompt.lengths.sum())
+            for layer in self.compressed:
+                layer.count_sequences(slots)
         if self.clock is not None:
             self.clock.select_sequences(len(index))
         if self.state is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -71,10 +72,12 @@ def check_prefill(method: str, decision: Decision, view: PrefillView) -> None:
     for what, new, old in (("keys", decision.keys, view.keys), ("values", decision.values, view.values)):
         if new is not None and (not _is(new, old.dtype) or new.shape != old.shape):
             raise MethodError(f"{method}: replaced {what} must be {_words(old)}, got {_words(new)}")
+    if not isinstance(decision.fields, dict):
+        raise MethodError(f"{method}: fields must be a dict of Field, got {_words(decision.fields)}")
     for name, each in decision.fields.items():
         if name == RESIDUAL:
             raise MethodError(f"{method}: the field name {name!r} is reserved for quantized slots; choose another")
-        if not isinstance(each, Field):
+        if not isinstance(each, Field) or not isinstance(each.dtype, torch.dtype):
             raise MethodError(f"{method}: fields[{name!r}] must be a Field, got {_words(each)}")
         if each.values is not None and (
             not isinstance(each.values, Tensor) or each.values.shape != (batch, heads, columns)
@@ -130,7 +133,13 @@ def check_evict(method: str, evict: Evict, segments: Segments) -> None:
     """Raise `MethodError` where single slots to evict do not fit the stored ones."""
     if not isinstance(evict, Evict):
         raise MethodError(f"{method}: evict must be an Evict, got {_words(evict)}")
-    slots, counts, lengths = evict.slots, evict.counts, segments.sequence_lengths
+    slots, counts = evict.slots, evict.counts
+    uniform = segments.runs.uniform  # then `Segments.evict` finds slots that are not stored
+    lengths = segments.sequence_lengths if uniform else segments.lengths.amin(1).tolist()  # of the shortest heads
+    if not isinstance(counts, (list, tuple)) or not all(type(count) is int for count in counts):
+        raise MethodError(
+            f"{method}: Evict.counts must be a list of {len(lengths)} whole numbers, got {_words(counts)}"
+        )
     most, least = 1, min((length for length, count in zip(lengths, counts, strict=False) if count), default=0)
     if isinstance(slots, Tensor):
         batch, heads = segments.batch, segments.heads
@@ -144,8 +153,23 @@ def check_evict(method: str, evict: Evict, segments: Segments) -> None:
     ):
         raise MethodError(
             f"{method}: Evict.counts must be {len(lengths)} numbers, at most {most} each and no more than the "
-            f"{lengths} slots that are stored; got {counts}"
+            f"{lengths} slots that the shortest heads store; got {counts}"
         )
+    if isinstance(slots, Tensor) and slots.device.type == "cpu" and most > uniform:
+        _check_slots(method, slots, counts, segments)
+
+
+def _check_slots(method: str, slots: Tensor, counts: Sequence[int], segments: Segments) -> None:
+    """Raise `MethodError` where a named slot is not stored in its head, or is named twice."""
+    within = (torch.arange(slots.shape[-1]) < torch.tensor(counts)[:, None])[:, None].expand_as(slots)
+    stored = segments.lengths[:, : slots.shape[1]] if slots.shape[1] > 1 else segments.lengths.amin(1, keepdim=True)
+    if bool((within & ((slots < 0) | (slots >= stored[..., None]))).any()):
+        raise MethodError(f"{method}: Evict.slots names slots that are not stored in their head")
+    if slots.shape[-1] > 1:
+        # entries beyond a sequence's count get numbers of their own
+        ordered = torch.where(within, slots, -1 - torch.arange(slots.shape[-1])).sort(dim=-1).values
+        if bool((ordered[..., 1:] == ordered[..., :-1]).any()):
+            raise MethodError(f"{method}: Evict.slots names a slot twice in one head")
 
 
 def check_relevance(method: str, relevance: object, store: ChunkStore) -> None:
@@ -172,6 +196,27 @@ def _check_offload(method: str, decision: Decision, batch: int, heads: int) -> N
                 )
     if chunks is not None and (not _is(chunks, torch.int64) or chunks.shape != (batch, heads)):
         raise MethodError(f"{method}: chunks must be int64 [{batch}, {heads}], got {_words(chunks)}")
+    if chunks is not None and bool((chunks < 0).any()):
+        raise MethodError(f"{method}: chunks must not be negative")
+
+
+def check_reserve(method: str, segments: Segments, store: ChunkStore, chunks: Tensor) -> None:
+    """Raise `MethodError` where offloaded chunks were decided before, or where a token would be attended to twice."""
+    if store.reserved:
+        raise MethodError(f"{method}: `chunks` of a layer are decided once, by `prefill` or by `after_prefill`")
+    if store.overlaps(segments.positions(), chunks):
+        raise MethodError(
+            f"{method}: a head keeps tokens on the device that are also in its offloaded chunks; `keep` must leave "
+            "them out"
+        )
+
+
+def check_complete(method: str, decision: Decision, store: ChunkStore | None) -> None:
+    """Raise `MethodError` where, once the prompt is settled, chunks are stored that no step would ever read."""
+    if store is None and decision.chunks is not None and bool((decision.chunks > 0).any()):
+        raise MethodError(f"{method}: `chunks` without `offload`: this layer has no offloaded chunks to read")
+    if store is not None and not store.reserved:
+        raise MethodError(f"{method}: `offload` without `chunks`: no step would read what was offloaded")
 
 
 def _given(decision: Decision, name: str) -> bool:

@@ -10,7 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foveakv.engines.transformers.decision_checks import check_evict, check_keep, check_prefill, check_settled
+from foveakv.engines.transformers.decision_checks import (
+    check_complete,
+    check_evict,
+    check_keep,
+    check_prefill,
+    check_reserve,
+    check_settled,
+)
 from foveakv.errors import MethodError, UnsupportedModeError
 from foveakv.kernels.paged import reads_pages
 from foveakv.memory.chunks import ChunkStore
@@ -61,7 +68,7 @@ def store_prompt(view: PrefillView, decision: Decision, storage: Storage) -> tup
             start = None if each.values is None else each.values.gather(-1, order)
             segments.add_field(name, start, dtype=each.dtype)
     if store is not None and decision.chunks is not None:
-        reserve(segments, store, decision.chunks, storage.backend)
+        reserve(segments, store, decision.chunks, storage)
     return segments, store
 
 
@@ -94,7 +101,8 @@ def settle(
         keep = decision.keep.to(positions.device).expand(-1, segments.heads, -1)
         segments.keep(keep.gather(2, positions.clamp_min(0)) & (positions >= 0))
     if store is not None and decision.chunks is not None:
-        reserve(segments, store, decision.chunks, storage.backend)
+        reserve(segments, store, decision.chunks, storage)
+    check_complete(storage.method, decision, store)
     return store
 
 
@@ -117,9 +125,14 @@ def evict(segments: Segments, decision: Decision, method: str) -> None:
         segments.keep(decision.keep)
 
 
-def reserve(segments: Segments, store: ChunkStore, chunks: Tensor, backend: str) -> None:
-    """Let every step read `chunks` [B, H] chunks of the store, in place if the backend supports it."""
-    store.reserve(segments, chunks, in_place=reads_pages(segments.runs, store.stored, backend))
+def reserve(segments: Segments, store: ChunkStore, chunks: Tensor, storage: Storage) -> None:
+    """Let every step read `chunks` [B, H] chunks of the store, in place if the backend supports it.
+
+    Raises:
+        MethodError: chunks were decided before, or tokens would be attended to twice.
+    """
+    check_reserve(storage.method, segments, store, chunks)
+    store.reserve(segments, chunks, in_place=reads_pages(segments.runs, store.stored, storage.backend))
 
 
 def _offloaded(offload: Offload, keys: Tensor, values: Tensor, real: Tensor, positions: Tensor) -> ChunkStore:

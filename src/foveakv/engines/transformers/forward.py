@@ -162,6 +162,11 @@ def _check(model: Any, cache: CompressedCache, kwargs: dict[str, Any]) -> None:
         )
     if kwargs.get("output_attentions"):
         raise UnsupportedModeError("output_attentions=True: attention over stored slots does not form weights")
+    if kwargs.get("output_hidden_states") and cache.method.prunes_after is not None:
+        raise UnsupportedModeError(
+            f"{cache.method.name} with drop_hidden_states: layers see different numbers of tokens, so "
+            "output_hidden_states=True is not supported"
+        )
 
 
 def _begin(attached: Attachment, call: Call, cache: CompressedCache, kwargs: dict[str, Any]) -> None:

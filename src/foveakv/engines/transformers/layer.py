@@ -180,9 +180,13 @@ class CompressedLayer(compat.CacheLayerMixin):
         self.segments.select_sequences(index)
         if self.segments.batch != before:  # after repeats and selections; beam search preserves the batch size
             self.full_nbytes = self.full_nbytes // before * self.segments.batch
-            self.prompt_slots = self.prompt_slots * self.segments.batch // before
         if self.store is not None:
             self.store.select_sequences(index)
+
+    def count_sequences(self, tokens: int) -> None:
+        """Count the prompt's slots anew after sequences were selected or repeated; tokens: of all prompts."""
+        if self.segments is not None:
+            self.prompt_slots = tokens * self.segments.heads
 
     # ---- called by FoveaKV's attention function
 

@@ -15,11 +15,14 @@ from foveakv.methods import Method, checks, near
 from foveakv.methods.capabilities import Capabilities
 
 DEFAULT_PREALLOCATED = 256
+ENGINE = Capabilities(engine="the transformers engine", decode_and_read=False)
+"""It reads chunks into slots of their own, which evictions while decoding would move."""
 PREALLOCATED = Capabilities(
     engine="a cache with preallocated slots",
     decode_eviction=False,
     retrieval=False,
     attention_sum=False,
+    second_pass=False,
 )
 
 

@@ -15,7 +15,7 @@ from foveakv.engines.transformers.attach import attachment_of, models_using
 from foveakv.engines.transformers.attachment import Attachment, lock
 from foveakv.engines.transformers.cache import CompressedCache
 from foveakv.engines.transformers.calls import SessionState
-from foveakv.engines.transformers.options import CacheOptions
+from foveakv.engines.transformers.options import ENGINE, CacheOptions
 from foveakv.engines.transformers.report import Report
 from foveakv.errors import CacheInUseError, MethodError, UnsupportedModeError
 from foveakv.methods import Method
@@ -177,11 +177,18 @@ def check_method(method: Any) -> None:
     """Raises `MethodError` unless `method` is a method object."""
     if not isinstance(method, Method):
         raise MethodError(f"expected a method such as foveakv.HAE(), got {type(method).__name__}: {method!r}")
+    ENGINE.check(method)
 
 
 def check_fits(model: compat.PreTrainedModel, method: Method) -> None:
     """Raise `UnsupportedModelError` where the model cannot do what the method needs."""
     if method.prunes_after is not None:
         token_pruning.check_supported(model)
+        layers = len(compat.plain_layers(compat.text_config_of(model)))
+        if not 0 <= method.prunes_after < layers - 1:
+            raise MethodError(
+                f"{method.name}: prunes_after={method.prunes_after} must name a layer from 0 to {layers - 2}: the last "
+                "layer has no later ones"
+            )
     if method.observes.second_pass:
         second_pass.check_supported(model)
