@@ -141,7 +141,7 @@ def test_a_budget_at_or_below_the_window_keeps_tokens_by_score(name: str, budget
 @pytest.mark.parametrize("budget", [8, 16, 32])
 @pytest.mark.parametrize("name", WINDOWED)
 def test_the_papers_rule_keeps_the_newest_tokens_only(name: str, budget: int) -> None:
-    held, report, columns = kept_of_prompt(name, budget, window_share=1)
+    held, _, columns = kept_of_prompt(name, budget, window_share=1)
     total = sum(map(len, held))
     assert total <= budget * len(held)
     small = [head for head in held if len(head) <= 32]

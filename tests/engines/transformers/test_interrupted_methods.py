@@ -41,9 +41,7 @@ def tokens(model: Any, method: Any, inputs: dict[str, Any]) -> tuple[torch.Tenso
 @pytest.mark.parametrize("step", [1, 2, 4])
 @pytest.mark.parametrize("layer", [0, 1, 3])
 @every
-def test_the_next_session_gives_the_same(
-    model: Any, name: str, options: dict[str, Any], layer: int, step: int
-) -> None:
+def test_the_next_session_gives_the_same(model: Any, name: str, options: dict[str, Any], layer: int, step: int) -> None:
     """KeyboardInterrupt after layer `layer`'s attention: in the prefill (step 1), or in a decode step."""
     inputs, method, passes = families.prompt(model.family, dtype=torch.float64), matrix.method(name, **options), [0]
     want, answer = fingerprint(model), tokens(model, method, inputs)
