@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
@@ -45,15 +46,15 @@ class _Replay:
         self.left = left
         self.left_after = left_after
         self.layers_masked = 0
+        self.dense_rows = 0  # the first rows of step 0 attend densely, whatever the trace says
 
     def allowed(self, layer: int, batch: int, heads: int, columns: int) -> Tensor | None:
         """bool [B, H, 1, columns], or None where the layer attends densely in this step."""
         step = self.trace[self.step]
         positions = None if step is None else step.get(layer)
         if positions is None:
-            if self.left is None or self.step > 0 or layer <= self.left_after:
-                return None
-            return self.left[:, None, None, :].expand(batch, heads, 1, columns)
+            left = self.stream(layer)
+            return None if left is None else left.expand(batch, heads, 1, columns)
         where = f"step {self.step}, layer {layer}"
         if positions.shape[:2] != (batch, heads):
             raise AssertionError(f"{where}: trace of {tuple(positions.shape)}, attention of {batch, heads}")
@@ -66,6 +67,12 @@ class _Replay:
             raise AssertionError(f"{where}: a position is attended to twice")
         self.layers_masked += 1
         return (counts > 0)[:, :, None, :]
+
+    def stream(self, layer: int) -> Tensor | None:
+        """bool [B, 1, 1, C], the prompt columns that a layer's prefill sees; None for all of them."""
+        if self.left is None or self.step > 0 or layer <= self.left_after:
+            return None
+        return self.left[:, None, None, :]
 
     def compare(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Compares what the compressed run attended to with the plain cache: key [B, H, C, D], value [B, H, C, Dv]."""
@@ -110,7 +117,13 @@ def _attention(
         allowed = attention_mask
     chosen = _running[-1].allowed(module.layer_idx, batch, heads, columns)
     if chosen is not None:
-        allowed = allowed & chosen.repeat_interleave(group, 1)
+        chosen = chosen.repeat_interleave(group, 1)
+        dense = _running[-1].dense_rows if _running[-1].step == 0 else 0
+        if dense:
+            seen = _running[-1].stream(module.layer_idx)
+            seen = torch.ones(1, dtype=torch.bool) if seen is None else F.pad(seen, (0, columns - seen.shape[-1]))
+            chosen = torch.where(torch.arange(new)[:, None] < dense, seen, chosen)
+        allowed = allowed & chosen
     scores = query @ key.transpose(-1, -2) * (dim**-0.5 if scaling is None else scaling)
     scores = scores.masked_fill(~allowed, -torch.inf)
     weights = scores.softmax(-1).nan_to_num(0.0)  # a pad's row may attend to nothing
@@ -137,6 +150,7 @@ def masked(
     left: Tensor | None = None,
     left_after: int = 0,
     stored: Sequence[dict[int, Stored]] | None = None,
+    dense_rows: int = 0,
 ) -> Iterator[_Replay]:
     """Inside, the model attends to what the trace says, step after step.
 
@@ -147,10 +161,13 @@ def masked(
             the prefill sees them as keys in later layers. Rows of such tokens mean nothing then, all others are exact.
         stored: what the compressed run attended to, to be compared with the plain cache; the largest difference is
             `furthest` of what this yields.
+        dense_rows: these rows of the first step are the prompt's and attend densely; rows after them (drafted tokens)
+            attend to what the trace has for that step.
     """
     key, config = _text_key(model), model.get_decoder().config
     before = config._attn_implementation
     replay = _Replay(trace, left, left_after, stored)
+    replay.dense_rows = dense_rows
 
     def count(*unused: Any) -> None:
         replay.step += 1

@@ -269,8 +269,11 @@ def replayed(model: Any, run: Run, inputs: dict[str, Any], **options: Any) -> Ru
     after = run.cache.method.prunes_after
     after = 0 if after is None else run.cache.compressed[after].layer_idx
     free = (options.get("num_beams", 1) > 1 or assisted(options)) and exact(model, run)
-    stored = None if run.cache.method.merges else run.stored
-    with masked(model, trace, left=run.stayed, left_after=after, stored=stored) as replay:
+    stored, dense = run.stored, 0
+    if len(run.trace) == len(run.logits) + 1:  # drafts came with the prompt: two passes in one
+        trace, stored, dense = trace[1:], stored[1:], run.cache.prompt_columns
+    stored = None if run.cache.method.merges else stored
+    with masked(model, trace, left=run.stayed, left_after=after, stored=stored, dense_rows=dense) as replay:
         want = plain(model, inputs, follow=None if free else run, **options)
     want.furthest = replay.furthest if replay.compared else None
     return want

@@ -169,10 +169,6 @@ class PromptMap:
             kinds = kinds.masked_fill(~real, PAD)
         return self.concat(PromptMap(kinds))
 
-    def crop(self, columns: int) -> PromptMap:
-        """Return the first `columns` columns."""
-        return PromptMap(self.kinds[:, :columns], self.index[:, :columns])
-
     def to(self, device: torch.device | str) -> PromptMap:
         """Move the map to a device."""
         return PromptMap(self.kinds.to(device), self.index.to(device))

@@ -147,11 +147,11 @@ class RecycleBin:
         slots, layer, attention_sum = view.slots, state.layers[view.compressed_idx], view.attention_sum
         if attention_sum is None:
             raise MethodError("a recycle bin needs the attention of each step: set attention_sum=True in `observes`")
-        if self.size == 1 and layer.since is None:
-            self._look_up_protected(view, layer)
         # All heads of a layer store the same number of tokens.
         sizes = zip(slots.sequence_lengths, layer.steady.tolist(), strict=True)
         over = [max(0, length - steady) for length, steady in sizes]
+        if self.size == 1 and layer.since is None and any(over):  # nothing has been moved so far
+            self._look_up_protected(view, layer)
         evict = [count // self.size * self.size for count in over]
         state.peak = max(state.peak, slots.max_length)
         state.evicted_decode += sum(evict) * slots.heads

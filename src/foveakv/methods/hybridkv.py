@@ -19,7 +19,7 @@ from foveakv.errors import MethodError
 from foveakv.methods.base import Method
 from foveakv.methods.checks import choice, flag, number, share, whole_number
 from foveakv.methods.results import HeadMaps, Results
-from foveakv.methods.snapkv import window_tokens
+from foveakv.methods.snapkv import shrunk_window, window_tokens
 from foveakv.methods.views import (
     Decision,
     Observes,
@@ -250,7 +250,7 @@ class HybridKV(Method):
         return [decision for decision, _ in settled]
 
     def results(self, view: ResultView) -> Results:
-        """Return shares and totals over the sequences, and the maps per head that they summarize."""
+        """Return shares and totals over the sequences, the maps per head, and a note if a window was shrunk."""
         state: HybridKVState = view.state
         heads = state.heads
         if heads is None or state.total is None or state.nominal is None:
@@ -262,7 +262,12 @@ class HybridKV(Method):
             "slots": int(heads.slots.sum()),
             "digest_bytes": view.digest_bytes,
         }
-        return Results(figures, heads=heads)
+        lengths = view.request.prompt.lengths.cpu()[:, None, None]
+        kept = window_tokens(heads.budgets, self.window, self.window_share)
+        evicts = heads.static & (heads.budgets < lengths)
+        small = evicts & (kept < heads.budgets.clamp_max(self.window))
+        notes = (shrunk_window(int(kept[small].min()), self.window),) if bool(small.any()) else ()
+        return Results(figures, notes=notes, heads=heads)
 
     def _minus_digests(self, totals: list[int], static: Tensor, geometry: Geometry) -> list[int]:
         """Return the slots of the budget minus the dynamic heads' digests, at least one slot per head.

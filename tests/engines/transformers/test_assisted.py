@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import foveakv
+from foveakv.engines.transformers import drafts
 from foveakv.errors import UnsupportedModeError
 
 FAMILIES = ["llava", "qwen2_5_vl", "qwen2"]
@@ -57,16 +58,17 @@ def test_drafting_changes_no_token(family: str, name: str, options: dict[str, An
 
 def test_the_lookup_does_draft_behind_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    begin = foveakv.CompressedCache.begin_forward
+    split = drafts.split
 
-    def noted(self: Any, new: int, prompt: Any, *args: Any, **kwargs: Any) -> None:
-        begin(self, new, prompt, *args, **kwargs)
-        seen.append(self.drafted if prompt is not None else -1)
+    def noted(kwargs: dict[str, Any], drafted: int) -> Any:
+        seen.append(drafted)
+        return split(kwargs, drafted)
 
-    monkeypatch.setattr(foveakv.CompressedCache, "begin_forward", noted)
+    monkeypatch.setattr(drafts, "split", noted)
     for family in FAMILIES:
         seen.clear()
         matrix.compressed(matrix.model(family), matrix.method("snapkv"), repetitive(family), **LOOKUP)
+        assert len(seen) == 1
         assert seen[0] > 0
 
 

@@ -91,7 +91,6 @@ class CompressedCache(compat.Cache):
         self.kinds_known = True  # False: the inputs are embeddings without mm_token_type_ids
         self.forward_tokens: int | None = None
         self.last_chunk = True
-        self.drafted = 0  # tokens after the prompt in the pass that completes it (assisted decoding)
         self._prefilling = False
         self.peak_nbytes = 0
         self.prefill_seconds = 0.0
@@ -276,7 +275,7 @@ class CompressedCache(compat.Cache):
         Args:
             new: number of new tokens.
             prompt: map of the new tokens; required until the cache is `prefilled`.
-            total: length of the prompt if it is read in chunks or together with draft tokens, else None.
+            total: length of the prompt if it is read in chunks, else None.
             itemsize: bytes of one key element.
             batch: number of sequences.
             mask: [B, >= new], 0 at padding; used with preallocated slots only.
@@ -296,11 +295,10 @@ class CompressedCache(compat.Cache):
         self._prefilling = not self.prefilled
         if prompt is not None and self._prefilling:
             self.last_chunk = total is None or self.seen + new >= total
-            self.drafted = 0 if total is None else max(0, self.seen + new - total)
             before = self.prompt
             self.kinds_known = self.kinds_known and kinds_known
             try:
-                self._take_prompt(prompt.crop(new - self.drafted), itemsize)
+                self._take_prompt(prompt, itemsize)
             except BaseException:
                 self.prompt, self._request, self.state = before, None, None  # undo this call
                 raise
@@ -315,11 +313,10 @@ class CompressedCache(compat.Cache):
     def _take_prompt(self, prompt: PromptMap, itemsize: int) -> None:
         method = self.method
         self.prompt = prompt if self.prompt is None else self.prompt.concat(prompt)
-        if (self.drafted or not self.last_chunk) and (method.prunes_after is not None or method.observes.second_pass):
+        if not self.last_chunk and (method.prunes_after is not None or method.observes.second_pass):
             what = "drop_hidden_states" if method.prunes_after is not None else "a second pass"
             raise UnsupportedModeError(
-                f"{method.name} with {what} needs the whole prompt in one forward pass of its own; remove "
-                "prefill_chunk_size, and generate without an assistant"
+                f"{method.name} with {what} needs the whole prompt in one forward pass; remove prefill_chunk_size"
             )
         if not self.last_chunk:
             return
@@ -375,7 +372,6 @@ class CompressedCache(compat.Cache):
         for done, decision in zip(self.compressed, made, strict=True):
             done.settle(decision)
             done.count_prompt()
-            done.store_drafts()
         self.note_peak()
         if self.preallocated is not None:
             self.clock = preallocate(self)

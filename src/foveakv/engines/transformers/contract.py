@@ -45,7 +45,6 @@ class OwningCache(Protocol):
     trace: list[dict[int, Tensor]] | None
     forward_tokens: int | None
     last_chunk: bool
-    drafted: int
     owner: weakref.ref[Any] | None
 
     @property

@@ -11,10 +11,10 @@ import inspect
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from foveakv.core.prompt import PromptMap
-from foveakv.engines.transformers import compat, second_pass, token_pruning
+from foveakv.engines.transformers import compat, drafts, second_pass, token_pruning
 from foveakv.engines.transformers.attachment import Attachment, Original
 from foveakv.engines.transformers.cache import CompressedCache
 from foveakv.engines.transformers.calls import Call, SessionState, new_cache
@@ -73,6 +73,11 @@ def _compressed(
     if session is not None and not isinstance(cache, CompressedCache):
         check_replaceable(session.method, cache, kwargs, made_by_generate=call.generating)
         cache = session_cache(model, call, session, kwargs)
+    drafted = _drafted(attached, call, cache, kwargs)
+    if drafted:
+        parts = drafts.split(kwargs, drafted)
+        first, second = (_compressed(original, call, session, cache, part) for part in parts)
+        return drafts.joined(first, second, kwargs.get("logits_to_keep", 0))
     outer, handles = call.running, []
     try:
         _check(model, cache, kwargs)
@@ -141,7 +146,7 @@ def session_cache(
     """
     method = session.method
     if call.generating and call.caches and method.visual_only and kwargs is not None:
-        prompt = _prompt(model, kwargs, None)
+        prompt = _prompt(model, kwargs)
         if not bool(prompt.visual.any()):
             method = Full()
     cache = new_cache(model, method, session.options)
@@ -181,7 +186,7 @@ def _begin(attached: Attachment, call: Call, cache: CompressedCache, kwargs: dic
     ids = _ids(kwargs)
     new, total = ids.shape[1], _total(attached, call)
     _check_mask(cache, kwargs.get("attention_mask"), new, total)
-    prompt = None if cache.prefilled else _prompt(model, kwargs, total)
+    prompt = None if cache.prefilled else _prompt(model, kwargs)
     mask = kwargs.get("attention_mask") if cache.preallocated is not None else None
     known = kwargs.get("input_ids") is not None or kwargs.get("mm_token_type_ids") is not None
     cache.begin_forward(new, prompt, total, model.dtype.itemsize, batch=len(ids), mask=mask, kinds_known=known)
@@ -204,6 +209,12 @@ def _check_mask(cache: CompressedCache, mask: Any, new: int, total: int | None) 
         )
 
 
+def _drafted(attached: Attachment, call: Call, cache: CompressedCache, kwargs: dict[str, Any]) -> int:
+    """The number of tokens after the prompt in the pass that completes it."""
+    total = _total(attached, call)
+    return 0 if cache.prefilled or total is None else max(0, cache.seen + _ids(kwargs).shape[1] - total)
+
+
 def _total(attached: Attachment, call: Call) -> int | None:
     """The number of tokens at which the prompt of a pass is complete; None: with the pass itself."""
     if call.generating:
@@ -222,7 +233,7 @@ def _ids(kwargs: dict[str, Any]) -> Tensor:
     return torch.full(embeds.shape[:2], -1, device=embeds.device)
 
 
-def _prompt(model: Any, kwargs: dict[str, Any], total: int | None) -> PromptMap:
+def _prompt(model: Any, kwargs: dict[str, Any]) -> PromptMap:
     """What each token of a prompt, or of a chunk of it, is."""
     ids = _ids(kwargs)
     new = ids.shape[1]
@@ -230,18 +241,13 @@ def _prompt(model: Any, kwargs: dict[str, Any], total: int | None) -> PromptMap:
         model.config,
         ids,
         _last(kwargs.get("attention_mask"), new),
-        _last(kwargs.get("mm_token_type_ids"), new, total),
+        _last(kwargs.get("mm_token_type_ids"), new),
         _last(kwargs.get("token_type_ids"), new),
     )
 
 
-def _last(mask: Any, columns: int, total: int | None = None) -> Tensor | None:
-    """The newest columns of a 2-D mask or type map that covers the whole context; 4-D masks say nothing of padding.
-
-    transformers leaves a type map of `total` columns as it is when it drafts tokens after them: these are text, 0.
-    """
+def _last(mask: Any, columns: int) -> Tensor | None:
+    """The newest columns of a 2-D mask or type map that covers the whole context; 4-D masks say nothing of padding."""
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         return None
-    if mask.shape[1] == total and total < columns:
-        mask = nn.functional.pad(mask, (0, columns - total))
     return mask[:, -columns:]

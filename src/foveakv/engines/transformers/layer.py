@@ -52,7 +52,6 @@ class CompressedLayer(compat.CacheLayerMixin):
         self.full_nbytes = 0
         self._dense: tuple[Tensor, Tensor] | None = None
         self._queries: Tensor | None = None
-        self._drafts: tuple[Tensor, Tensor] | None = None
         self._first_pass: PrefillView | None = None  # kept until the second pass over the prompt
         self.is_initialized = False
 
@@ -202,10 +201,6 @@ class CompressedLayer(compat.CacheLayerMixin):
             handle.release()
             return
         keys, values = (t.detach() for t in self._dense or ())
-        if cache.drafted:  # tokens drafted by an assistant are not part of the prompt
-            drafts = slice(keys.shape[-2] - cache.drafted, None)
-            self._drafts = keys[..., drafts, :].clone(), values[..., drafts, :].clone()
-            keys, values, query = (t[..., : -cache.drafted, :] for t in (keys, values, query))
         prompt, positions, pruned = cache.columns(self.compressed_idx)
         view = PrefillView(
             *self._shared(query, scaling), keys, values, positions, prompt, visible_rows(mask, keys.shape[-2]), pruned
@@ -268,15 +263,6 @@ class CompressedLayer(compat.CacheLayerMixin):
         """Count the evicted slots of the prompt: neither stored on the device nor offloaded."""
         offloaded = 0 if self.store is None else self.store.extra_slots
         self.counts.evicted += self.prompt_slots - self.stored_slots - offloaded
-
-    def store_drafts(self) -> None:
-        """Append draft tokens that came with the prompt, once it is compressed; a crop removes rejected ones."""
-        if self._drafts is not None and self.segments is not None:
-            keys, values = self._drafts
-            batch, _, count, _ = keys.shape
-            positions = torch.arange(self.seen - count, self.seen, device=keys.device)
-            self.segments.append(keys, values, positions.expand(batch, count))
-            self._drafts = None
 
     def attend(self, query: Tensor, mask: Mask | None, scaling: float) -> Tensor:
         """Attend with query [B, Hq, q, D] to the stored slots; return [B, q, Hq, Dv]."""
@@ -381,7 +367,7 @@ class CompressedLayer(compat.CacheLayerMixin):
     def device_nbytes(self) -> int:
         """Storage bytes on the compute device: keys, values, positions, side tensors, digests."""
         first = self._first_pass
-        waiting = (*(self._dense or ()), *(self._drafts or ()), self._queries)
+        waiting = (*(self._dense or ()), self._queries)
         if first is not None:
             waiting = (*waiting, first.query, first.keys, first.values)
         dense = sum(t.nbytes for t in waiting if t is not None)
