@@ -24,7 +24,7 @@ from foveakv.engines.transformers.decision_checks import check_stream_layer, dec
 from foveakv.engines.transformers.decisions import Storage
 from foveakv.engines.transformers.layer import CompressedLayer
 from foveakv.engines.transformers.options import CacheOptions
-from foveakv.engines.transformers.preallocated import Clock, PreallocatedLayer, preallocate
+from foveakv.engines.transformers.preallocated import PreallocatedLayer, StepState, preallocate
 from foveakv.engines.transformers.sizes import geometry_of, head_dim, layer_nbytes, positions_of, warn_beyond_positions
 from foveakv.engines.transformers.stream import Stream
 from foveakv.errors import (
@@ -55,7 +55,7 @@ class CompressedCache(compat.Cache):
         make = CompressedLayer if self.preallocated is None else PreallocatedLayer
         layers: list[Any] = []
         compressed_idx = 0
-        for layer_idx, layer in enumerate(compat.plain_layers(config)):
+        for layer_idx, layer in enumerate(compat.default_layers(config)):
             if type(layer) is compat.DynamicLayer:
                 layers.append(make(self, layer_idx, compressed_idx))
                 compressed_idx += 1
@@ -84,7 +84,7 @@ class CompressedCache(compat.Cache):
         self.state: State | None = None  # the method's per-request state
         self.prompt: PromptMap | None = None
         self._request: PromptView | None = None  # the complete prompt
-        self.clock: Clock | None = None  # with preallocated slots, once the prompt is complete
+        self.clock: StepState | None = None  # with preallocated slots, once the prompt is complete
         self.stream: Stream | None = None  # tokens kept in the residual stream during the prefill
         self.trace: list[dict[int, Tensor]] | None = [] if self.trace_wanted else None
         self.model_state: list[Any] = []  # M-RoPE offsets that some models store on themselves between calls

@@ -139,7 +139,7 @@ class Session:
         """The cache of the latest prompt."""
         if not self._state.caches:
             raise CacheInUseError(
-                "nothing has been generated in this session yet, or the latest call failed half-way and its cache was "
+                "nothing has been generated in this session yet, or the latest call did not complete and its cache was "
                 "dropped"
             )
         return self._state.caches[0]
