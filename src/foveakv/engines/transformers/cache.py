@@ -48,6 +48,12 @@ class CompressedCache(compat.Cache):
     """
 
     def __init__(self, config: Any, method: Method, options: CacheOptions | None = None) -> None:
+        """Create an empty cache; config: the config of the text decoder.
+
+        Raises:
+            MethodError: an option cannot be combined with the method or the head dimensions.
+            UnsupportedModelError: `preallocate` is given, and a layer has no plain attention.
+        """
         options = options or CacheOptions()
         options.check(method)
         self.options = options
@@ -163,6 +169,10 @@ class CompressedCache(compat.Cache):
         """Return the positions that model layer `layer` can attend to: int64 [B, H, M], ascending, padded with -1.
 
         These are the stored slots, and of the offloaded chunks those read in the last step.
+
+        Raises:
+            MethodError: the layer does not exist or is not compressed.
+            CacheInUseError: the prompt has not been processed.
         """
         if not 0 <= layer < len(self.layers) or not isinstance(self.layers[layer], CompressedLayer):
             numbers = [done.layer_idx for done in self.compressed]

@@ -118,7 +118,11 @@ def evict(segments: Segments, decision: Decision, method: str) -> None:
 
 
 def reserve(segments: Segments, store: ChunkStore, chunks: Tensor, backend: str) -> None:
-    """Let every step read `chunks` [B, H] chunks of the store, in place if the backend supports it."""
+    """Let every step read `chunks` [B, H] chunks of the store, in place if the backend supports it.
+
+    Raises:
+        ValueError: a number of chunks is negative.
+    """
     store.reserve(segments, chunks, in_place=reads_pages(segments.runs, store.stored, backend))
 
 
