@@ -1,4 +1,4 @@
-"""A method of your own in forty lines: it keeps all text and the visual tokens with the shortest keys.
+"""A method of your own in forty lines: it keeps all text, and the visual tokens with the shortest keys.
 
 As a script it answers one prompt with it; every command takes the same file as a plugin:
 
@@ -18,7 +18,7 @@ from foveakv.methods import Decision, Method, PrefillView, keep_top, register
 @register
 @dataclass
 class KeyNorm(Method):
-    """Keep all text and, per KV head, the visual tokens with the shortest keys."""
+    """Keep all text and audio and, per KV head, the visual tokens with the shortest keys."""
 
     budget: float | int | str = 0.2
 
@@ -31,11 +31,11 @@ class KeyNorm(Method):
     def prefill(self, view: PrefillView) -> Decision:
         """Called for each layer at the end of its prefill; `keep` is bool [B, H, C]."""
         visual = view.prompt.visual  # [B, C]
-        text = view.prompt.text  # [B, C]; padding is neither
-        room = view.budget_tokens(self.budget) - text.sum(-1)  # [B] tokens per head
+        other = view.prompt.real & ~visual  # [B, C] text and audio; padding is not real
+        room = view.budget_tokens(self.budget) - other.sum(-1)  # [B] tokens per head
         score = -view.keys.norm(dim=-1)  # [B, H, C]
         score = score.masked_fill(~visual[:, None], -torch.inf)  # -inf is never kept
-        return Decision(keep=keep_top(score, room.clamp_min(0)[:, None]) | text[:, None])
+        return Decision(keep=keep_top(score, room.clamp_min(0)[:, None]) | other[:, None])
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""FoveaKV: keep what a vision-language model looks at, drop or fetch back the rest of its key-value cache."""
+"""KV cache compression for vision-language models."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _method_classes() -> dict[str, str]:
-    """Class name -> module of every built-in method; the registry reads them off the files."""
+    """Class name -> module of every built-in method; the registry finds them in the source files."""
     from foveakv.methods.registry import class_names
 
     return class_names()

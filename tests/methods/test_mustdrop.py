@@ -13,7 +13,7 @@ from torch import Tensor
 
 from foveakv.core.prompt import IMAGE, PAD, TEXT, VIDEO, PromptMap
 from foveakv.errors import MethodError, NoVisualTokensError
-from foveakv.methods.mustdrop import MustDrop, numbers, picture_numbers, stage_counts
+from foveakv.methods.mustdrop import MustDrop, image_numbers, numbers, stage_counts
 
 FAMILY = "llava"
 STAGES = (1, 3)
@@ -21,36 +21,36 @@ STAGES = (1, 3)
 
 @pytest.fixture(scope="module")
 def setting() -> tuple[Any, dict[str, Any], list[Tensor], list[list[int]]]:
-    """A model, a prompt, the head-mean eager attention of every layer [C, C], and the columns of its pictures."""
+    """A model, a prompt, the head-mean eager attention of every layer [C, C], and the columns of its images."""
     model = families.build(FAMILY, dtype=torch.float64)
     inputs = families.prompt(FAMILY, images=2, dtype=torch.float64)
     model.set_attn_implementation("eager")
     with torch.no_grad():
         layers = model(**inputs, output_attentions=True).attentions
     model.set_attn_implementation("sdpa")
-    pictures: list[list[int]] = []
+    images: list[list[int]] = []
     for c, token in enumerate(inputs["input_ids"][0].tolist()):
         if token == families.IMAGE:
-            if not pictures or pictures[-1][-1] != c - 1:
-                pictures.append([])
-            pictures[-1].append(c)
-    assert len(pictures) == 2
-    return model, inputs, [weights[0].mean(0) for weights in layers], pictures
+            if not images or images[-1][-1] != c - 1:
+                images.append([])
+            images[-1].append(c)
+    assert len(images) == 2
+    return model, inputs, [weights[0].mean(0) for weights in layers], images
 
 
-def key_tokens(attention: Tensor, pictures: list[list[int]], portion: float) -> set[int]:
+def key_tokens(attention: Tensor, images: list[list[int]], portion: float) -> set[int]:
     keys: set[int] = set()
-    for picture in pictures:
-        ranked = sorted(picture, key=lambda c: (-float(attention[picture[-1], c]), c))
-        keys |= set(ranked[: math.ceil(portion * len(picture) - 1e-9)])
+    for image in images:
+        ranked = sorted(image, key=lambda c: (-float(attention[image[-1], c]), c))
+        keys |= set(ranked[: math.ceil(portion * len(image) - 1e-9)])
     return keys
 
 
-def by_hand(attention: list[Tensor], pictures: list[list[int]], columns: int, r: float, alpha: float, portion: float):
+def by_hand(attention: list[Tensor], images: list[list[int]], columns: int, r: float, alpha: float, portion: float):
     """What is left of the visual tokens after each stage."""
-    visual = [c for picture in pictures for c in picture]
+    visual = [c for image in images for c in image]
     text = [c for c in range(columns) if c not in visual]
-    keys = key_tokens(attention[STAGES[0]], pictures, portion)
+    keys = key_tokens(attention[STAGES[0]], images, portion)
     left, after = set(visual), []
     for layer in STAGES:
         sums = {c: sum(float(attention[layer][i, c]) for i in text if i > c) for c in left}
@@ -64,13 +64,13 @@ def by_hand(attention: list[Tensor], pictures: list[list[int]], columns: int, r:
 @pytest.mark.parametrize("decode_stage", [True, False])
 @pytest.mark.parametrize("portion", [0.0, 0.3])
 def test_by_hand(setting: Any, portion: float, decode_stage: bool) -> None:
-    model, inputs, attention, pictures = setting
+    model, inputs, attention, images = setting
     columns = inputs["input_ids"].shape[1]
-    count = sum(map(len, pictures))
+    count = sum(map(len, images))
     r, alpha = 1.05 / count, 1.0
-    first, second = by_hand(attention, pictures, columns, r, alpha, portion)
+    first, second = by_hand(attention, images, columns, r, alpha, portion)
     assert count > len(first) > len(second) > 0
-    text = set(range(columns)) - {c for picture in pictures for c in picture}
+    text = set(range(columns)) - {c for image in images for c in image}
     method = MustDrop(STAGES, r=r, alpha=alpha, protect=portion, decode_stage=decode_stage)
     run = matrix.compressed(model, method, inputs, max_new_tokens=1)
     everything = set(range(columns))
@@ -85,22 +85,22 @@ def test_by_hand(setting: Any, portion: float, decode_stage: bool) -> None:
 
 
 def test_the_individual_test_alone_keeps_a_token(setting: Any) -> None:
-    model, inputs, attention, pictures = setting
+    model, inputs, attention, images = setting
     columns = inputs["input_ids"].shape[1]
     alpha = 0.04
-    first, second = by_hand(attention, pictures, columns, 1.0, alpha, 0.0)
-    assert sum(map(len, pictures)) > len(first) >= len(second) > 0
+    first, second = by_hand(attention, images, columns, 1.0, alpha, 0.0)
+    assert sum(map(len, images)) > len(first) >= len(second) > 0
     run = matrix.compressed(model, MustDrop(STAGES, r=1.0, alpha=alpha, protect=0.0), inputs, max_new_tokens=1)
     assert run.cache.results.figures == {"kept_visual": [len(second)]}
 
 
 @pytest.mark.parametrize(("target", "portion"), [(7, 0.0), (0.25, 0.1), (3, 0.5), (0, 0.08)])
 def test_target_visual_tokens(setting: Any, target: float, portion: float) -> None:
-    model, inputs, attention, pictures = setting
+    model, inputs, attention, images = setting
     columns = inputs["input_ids"].shape[1]
-    visual = [c for picture in pictures for c in picture]
+    visual = [c for image in images for c in image]
     text = [c for c in range(columns) if c not in visual]
-    keys = key_tokens(attention[STAGES[0]], pictures, portion)
+    keys = key_tokens(attention[STAGES[0]], images, portion)
     least = target if isinstance(target, int) else round(target * len(visual))
     left = list(visual)
     for stage, layer in enumerate(STAGES, 1):
@@ -137,12 +137,12 @@ def test_a_prompt_in_chunks_keeps_the_same() -> None:
 def test_pictures_are_numbered() -> None:
     kinds = torch.tensor([[PAD, IMAGE, TEXT, IMAGE, IMAGE, VIDEO], [TEXT, TEXT, VIDEO, VIDEO, TEXT, IMAGE]])
     index = torch.tensor([[-1, 0, -1, 1, 1, 0], [-1, -1, 0, 0, -1, 0]])
-    got = picture_numbers(PromptMap(kinds, index))
+    got = image_numbers(PromptMap(kinds, index))
     assert [len({n for n in row if n >= 0}) for row in got.tolist()] == [3, 2]
     assert ((got < 0) == (index < 0)).all()
     assert got[0, 3] == got[0, 4]
     assert got.max() == 2
-    whole = picture_numbers(PromptMap(torch.full((1, 3), IMAGE)))
+    whole = image_numbers(PromptMap(torch.full((1, 3), IMAGE)))
     assert whole.tolist() == [[0, 0, 0]]
 
 

@@ -166,7 +166,7 @@ def visual_head_scores(
     return total / count
 
 
-def target_places(prompt: PromptMap, pictures: Sequence[Image], targets: Sequence[Target]) -> list[Tensor]:
+def target_places(prompt: PromptMap, images: Sequence[Image], targets: Sequence[Target]) -> list[Tensor]:
     """Return the prompt columns of each target's region, int64 [n] each; without targets, those of all images.
 
     Raises:
@@ -174,7 +174,7 @@ def target_places(prompt: PromptMap, pictures: Sequence[Image], targets: Sequenc
     """
     from foveakv.core.patches import image_columns, patch_grid
 
-    columns = [own.cpu() for own in image_columns(prompt, pictures)]
+    columns = [own.cpu() for own in image_columns(prompt, images)]
     if not targets:
         return [torch.cat(columns)] if columns else []
     places = []
@@ -192,7 +192,7 @@ def target_places(prompt: PromptMap, pictures: Sequence[Image], targets: Sequenc
                     f"head scores: box {target.box} of {target.text!r} must be (left, top, right, bottom) in shares of "
                     "the image, from 0 to 1"
                 )
-            grid = patch_grid(len(own), pictures[target.image].size)
+            grid = patch_grid(len(own), images[target.image].size)
             if grid is None:
                 raise InputError(
                     f"head scores: the {len(own)} tokens of image {target.image} form no grid to apply a box to; "

@@ -24,9 +24,6 @@ from foveakv.core.prompt import PromptMap
 from foveakv.core.row_tiles import TiledRows, Visible
 from foveakv.errors import InputError
 
-"""Returns the attention mask of some query rows: columns int64 [B, n] -> bool [B, 1, n, C]."""
-
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -137,6 +137,9 @@ class Budget:
 
         A ratio is applied to all slots and rounded once, so that a method that allocates slots across heads loses less
         to rounding than with `tokens`.
+
+        Raises:
+            BudgetError: the bytes do not hold one token per head.
         """
         if self.kind != "ratio":
             return self.tokens(geometry) * geometry.heads

@@ -14,6 +14,7 @@ from torch import Tensor
 from foveakv.errors import InputError
 
 Visible = Callable[[Tensor], Tensor]
+"""Returns the attention mask of some query rows: columns int64 [B, n] -> bool [B, 1, n, C]."""
 
 _CPU_TILE = 8 * 2**20  # about one core's share of the last-level cache, so that softmax runs on cached data
 _DEVICE_TILE = 64 * 2**20
@@ -43,6 +44,13 @@ class TiledRows:
         visible: Visible | None,
         tile_bytes: int | None,
     ) -> TiledRows:
+        """Check the shapes and choose the size of tiles and the dtype of the results.
+
+        valid: None = all rows count. tile_bytes: None = a default for the device.
+
+        Raises:
+            InputError: the shapes do not match.
+        """
         batch, heads = keys.shape[:2]
         if query.shape[0] != batch or query.shape[2:] != keys.shape[2:] or query.shape[1] % heads:
             raise InputError(f"query {tuple(query.shape)} and keys {tuple(keys.shape)} do not belong to one layer")
@@ -58,21 +66,26 @@ class TiledRows:
 
     @property
     def batch(self) -> int:
+        """Number of sequences, B."""
         return self.keys.shape[0]
 
     @property
     def heads(self) -> int:
+        """Number of KV heads, H."""
         return self.keys.shape[1]
 
     @property
     def columns(self) -> int:
+        """Number of columns, C."""
         return self.keys.shape[2]
 
     @property
     def group(self) -> int:
+        """Number of query heads per KV head, G."""
         return self.query.shape[1] // self.heads
 
     def zeros(self, *shape: int) -> Tensor:
+        """Return zeros of this shape, in the dtype of the results and on the device of the keys."""
         return torch.zeros(shape, dtype=self.dtype, device=self.keys.device)
 
     def tiles(self) -> Iterator[Tile]:

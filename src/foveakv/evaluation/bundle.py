@@ -41,7 +41,7 @@ class Bundle(compat.Cache):
 
     @contextmanager
     def step(self, new: int) -> Iterator[None]:
-        """Around a forward pass over `new` tokens in each row. The seconds that caches note are the whole batch's."""
+        """Around a forward pass over `new` tokens in each row. Recorded times are those of the whole batch."""
         for cache in self.caches:
             cache.begin_forward(new, None, None, 0, batch=1)
         yield

@@ -45,8 +45,10 @@ class Row:
 
     tokens: generated ids. prefix_agreement: share of leading tokens equal to the baseline's. equal_tokens: share of
     positions with the same token. stored_bytes: storage on the compute device at the end of the answer; full_bytes: a
-    plain cache's for the same tokens. prefill_seconds, token_seconds: medians, for one forward pass. kept: for every
-    prompt column, the share of (layer, head) pairs that still hold it (None: not recorded).
+    plain cache's for the same tokens; peak_bytes: the maximum of stored_bytes during the run; host_bytes: the backing
+    store. evicted: evicted slots. retrieved: slots requested by retrieval. prefill_seconds, token_seconds: medians, for
+    one forward pass. notes: caveats. report: `Report.to_dict()`, None in the baseline's row. kept: for every prompt
+    column, the share of (layer, head) pairs that still hold it (None: not recorded).
     """
 
     label: str
@@ -71,7 +73,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The rows, baseline first, and what is needed to reproduce them. `prompt` says which columns are images."""
+    """The rows, baseline first, and what is needed to reproduce them.
+
+    max_new_tokens, repeats, kv_dtype: as given to `compare`. prompt_tokens: length of the prompt; visual_tokens: image
+    and video tokens among them. environment: versions and hardware. prompt: the map of the prompt's columns, None if
+    every method failed.
+    """
 
     rows: tuple[Row, ...]
     max_new_tokens: int

@@ -110,7 +110,8 @@ def replay(recording: Recording, method: Method, **options: Any) -> CompressedCa
 
 
 def read(model: Any, inputs: Mapping[str, Any], method: Method, **options: Any) -> tuple[CompressedCache, Tensor]:
-    """The same without a recording: the model reads the prompt with the method's cache; also the logits behind it."""
+    """The same without a recording: the model reads the prompt with the method's cache; also the logits of its
+    last token."""
     cache = cache_for(model, method, **options)
     with torch.inference_mode():
         return cache, _forward(model, inputs, cache).logits[0, -1]

@@ -149,7 +149,7 @@ def attend(
     if torch.is_autocast_enabled(device := query.device.type):
         with torch.no_grad(), torch.autocast(device, enabled=False):
             return _attend(query, runs, scaling, mask, need_attention_sum, need_lse, other_lse, backend)
-    if torch.is_grad_enabled():  # asked, because entering no_grad takes a few microseconds
+    if torch.is_grad_enabled():  # checked first: entering no_grad takes a few microseconds
         with torch.no_grad():
             return _attend(query, runs, scaling, mask, need_attention_sum, need_lse, other_lse, backend)
     return _attend(query, runs, scaling, mask, need_attention_sum, need_lse, other_lse, backend)

@@ -41,9 +41,8 @@ _FIELDS = {
     **dict.fromkeys(("other_lse", "out", "lse", "attention_sum"), "P"),
     "attention_sum_width": "q",
 }
-ARGUMENTS = struct.Struct(
-    "".join(_FIELDS.values())
-)  # packed anew in every call: a fifth of the time of ctypes.Structure
+# Packed on every call; takes a fifth of the time of ctypes.Structure.
+ARGUMENTS = struct.Struct("".join(_FIELDS.values()))
 
 
 def problem() -> str | None:
@@ -108,7 +107,7 @@ def attend_with_chunks(
     """
     if runs.quantizer is not None:
         raise MethodError(
-            "the cpu backend does not read chunks beside quantized slots; leave kv_dtype out, or choose another backend"
+            "the cpu backend cannot read chunks when slots are quantized; leave kv_dtype out, or choose another backend"
         )
     total, dim, value_dim = runs.batch * runs.heads, runs.keys.shape[1], runs.values.shape[1]
     if chunk_keys.dtype != runs.keys.dtype or chunk_values.dtype != runs.keys.dtype:

@@ -297,7 +297,7 @@ inline void prefetch(const uint8_t* from, int count) {
 // Arithmetic and memory take about as long as each other, so they must overlap: while scores of a tile are made its
 // values are fetched, and while its values are summed the next tile's keys are (`next`: rows of either).
 
-// Not inlined: the compiler keeps the sums in registers only while nothing else wants them.
+// Not inlined: the compiler keeps the sums in registers only while no other code needs registers.
 
 // scores[g][k .. k + K - 1] = query row g . key k; query rows are padded with zeros to whole vectors.
 template <class T, int G, int K>
@@ -447,7 +447,7 @@ inline void with_rows(int rows, const Function& function) {
 
 }  // namespace
 
-// ------------------------------------------------------------------------------------------------------- what is asked
+// ------------------------------------------------------------------------------------------------------- arguments
 
 // Mirrored field by field in cpu.py.
 extern "C" struct Arguments {

@@ -53,7 +53,7 @@ def add_and_find(
         per_head: every run is a group; otherwise the heads of a sequence are one, and their scores are summed.
         by_position: low and high are positions (of a sequence's first head); otherwise slots. Of equals, the slot that
             is lowest by the same measure is found.
-        marked: bool [N]: marked slots are no candidates, and what is found becomes marked, in all heads of its group.
+        marked: bool [N]: marked slots are not candidates; the slot found is marked in all heads of its group.
 
     ValueError: runs that reach beyond the buffers.
     """
@@ -67,7 +67,7 @@ def add_and_find(
     start = runs.start if runs.start_host is None else runs.start_host
     length = runs.length if runs.length_host is None else runs.length_host
     found = torch.empty((runs.batch, groups // runs.batch, 1), dtype=torch.int64)
-    limits = array("q", (*low, *high))  # lives until the call is over, as the tensors do
+    limits = array("q", (*low, *high))  # kept alive during the call
     bounds, _ = limits.buffer_info()
     arguments = RANKING.pack(
         total, heads, per_head, score.shape[0], start.data_ptr(), length.data_ptr(), score.data_ptr(),

@@ -1,4 +1,4 @@
-"""Attention over packed query rows with PyTorch's own functions: what the `blocks` backend is made of.
+"""Attention over packed query rows with PyTorch's own functions: shared functions of the `blocks` backend.
 
 In shapes: n = G * q packed query rows of a KV head, M or T = slots, P = pieces of runs.
 """
@@ -122,7 +122,7 @@ def merge(out: Tensor, lse: Tensor, owner: Tensor, total: int) -> tuple[Tensor, 
     index = owner[:, None].expand(-1, n)
     top = lse.new_full((total, n), -torch.inf).scatter_reduce_(0, index, lse, "amax")
     weight = torch.exp(lse - safe(top)[owner])
-    # where, not a product: rows that see nothing may hold NaN. A NaN that is stored has a NaN weight and gets through.
+    # where, not a product: rows that see nothing may hold NaN. A NaN that is stored has a NaN weight and propagates.
     parts = torch.where(weight[..., None] == 0, 0, out * weight[..., None])
     summed = out.new_zeros(total, n, out.shape[-1]).index_add_(0, owner, parts)
     norm = lse.new_zeros(total, n).index_add_(0, owner, weight)

@@ -2,7 +2,7 @@
 
 Only the CPU kernel reads pages (`reads_pages`). Cases that it does not cover attend to a copy of the chosen pages, with
 any backend, and are merged by log-sum-exp: a mask that hides part of the pages, pages in another dtype than the slots,
-and so many query rows at once that "auto" prefers another backend.
+and more than MOST_ROWS_CPU query rows, where "auto" prefers another backend.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decode attention in plain PyTorch, one run after another: the truth that the other backends are tested against."""
+"""Decode attention in plain PyTorch, one run after another: the reference for tests of the other backends."""
 
 from __future__ import annotations
 

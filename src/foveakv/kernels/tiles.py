@@ -59,7 +59,7 @@ def attend_tiles(
     if need_attention_sum:
         flat = lse.new_zeros(total * runs.max_length)
         for owner, slots, _, _, scores in results:
-            assert scores is not None  # asked for above
+            assert scores is not None  # requested above
             probabilities = torch.exp(scores - safe(lse)[owner][..., None]).sum(1)  # [P, T]; padding adds exact zeros
             flat.index_add_(0, (owner[:, None] * runs.max_length + slots).view(-1), probabilities.view(-1))
         attention_sum = flat.view(batch, heads, runs.max_length)
@@ -99,7 +99,7 @@ def _cut(runs: Runs, tile: int) -> list[_Pieces]:
     if count:
         owner = torch.repeat_interleave(whole, output_size=count)
         number = torch.arange(count) + (first - (whole.cumsum(0) - whole))[owner]
-        # The whole stretch of the grid, so that it is a view; tiles that nobody owns entirely are not `used`.
+        # A contiguous range, so that no copy is made; tiles shared by runs are not `used`.
         low, high = int(number[0]), int(number[-1]) + 1
         used = number - low
         owners = torch.zeros(high - low, dtype=torch.int64).index_copy_(0, used, owner)

@@ -124,7 +124,7 @@ class ChunkStore:
         self._keys, self._values = parts
         return digests
 
-    # ---- accounting (foveakv.engines.transformers.layer.ExtraMemory)
+    # ---- accounting
 
     @property
     def digests(self) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foveakv.memory.rows import alike, flat
+from foveakv.memory.rows import equal_lengths, flat
 
 _CPU = torch.device("cpu")
 
@@ -74,22 +74,22 @@ class Layout:
         self.spare -= by
         self.total += by * runs
         if self.uniform:
-            self.length = alike(runs, self.max_length, _CPU)
-            self.length_dev = self.length if self.device == _CPU else alike(runs, self.max_length, self.device)
+            self.length = equal_lengths(runs, self.max_length, _CPU)
+            self.length_dev = self.length if self.device == _CPU else equal_lengths(runs, self.max_length, self.device)
         else:
             self.length = self.length + by
             self.length_dev = self.length if self.device == _CPU else self.length_dev + by
 
     # -- questions ---------------------------------------------------------------------------------------------------
 
-    def wasteful(self, lengths: Tensor) -> bool:
+    def should_shrink(self, lengths: Tensor) -> bool:
         """Whether runs of these lengths [R] should move into smaller buffers, or into regular ones."""
         if lengths is self.length and self.uniform:  # asked after every eviction: plain numbers
             return self.rows > lengths.shape[0] * (self.max_length + 2 * slack(self.max_length))
         allowed = int(lengths.sum()) + 2 * lengths.shape[0] * self._room(lengths)
-        return self.rows > allowed or self.gains_views(lengths)
+        return self.rows > allowed or self.becomes_uniform(lengths)
 
-    def gains_views(self, lengths: Tensor) -> bool:
+    def becomes_uniform(self, lengths: Tensor) -> bool:
         """Whether a new layout for these lengths [R] would have dense views, which this one has not."""
         return not self.strided and int(lengths.min()) == int(lengths.max())
 

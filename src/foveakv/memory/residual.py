@@ -1,7 +1,7 @@
 """Full-precision copies of the newest tokens of every run, for memory that is otherwise quantized.
 
-All runs grow alike, so a token has the same entry in every run: entries are taken in turns. A slot's entry is stored
-with the slot (int16 per row of the flat buffers, -1 = none) and moves with it. W is the number of entries.
+All runs grow alike, so a token has the same entry in every run: entries are reused round-robin. A slot's entry is
+stored with the slot (int16 per row of the flat buffers, -1 = none) and moves with it. W is the number of entries.
 """
 
 from __future__ import annotations

@@ -35,17 +35,17 @@ def moves(start: Tensor, length: Tensor, slots: Tensor, counts: list[int]) -> tu
     return (start[:, None] + target).view(-1), (start[:, None] + source).view(-1)
 
 
-def alike(runs: int, length: int, device: torch.device) -> Tensor:
+def equal_lengths(runs: int, length: int, device: torch.device) -> Tensor:
     """The lengths [R] of equally long runs; shared by the layers of a cache, which grow in step, and never written.
 
     On a device they are shared within a stream only: another one might read them before they are filled.
     """
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _alike(runs, length, device, stream)
+    return _equal_lengths(runs, length, device, stream)
 
 
 @functools.lru_cache(maxsize=64)
-def _alike(runs: int, length: int, device: torch.device, stream: int) -> Tensor:
+def _equal_lengths(runs: int, length: int, device: torch.device, stream: int) -> Tensor:
     with torch.inference_mode(False):
         return torch.full((runs,), length, dtype=torch.int64, device=device)
 

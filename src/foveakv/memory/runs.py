@@ -18,7 +18,7 @@ from foveakv.memory.residual import Residual
 class Runs:
     """One contiguous run of slots per (sequence, KV head), as plain tensors. A new object for every change."""
 
-    keys: Tensor  # [N, D], or uint8 rows of a quantizer; rows outside the runs are slack: anything, NaN included
+    keys: Tensor  # [N, D], or uint8 rows of a quantizer; rows outside the runs are slack: undefined, may be NaN
     values: Tensor  # [N, Dv], as the keys
     positions: Tensor  # [N] int32
     start: Tensor  # [R] int64 on the keys' device: first row of every run, in ascending order

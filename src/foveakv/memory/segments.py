@@ -213,7 +213,7 @@ class Segments(StoredSlots):
             self._grow(-most)
         else:
             self._set_lengths(layout.length - torch.tensor(counts).repeat_interleave(self.heads))
-        if layout.wasteful(layout.length):
+        if layout.should_shrink(layout.length):
             self._rebuild(layout.length, layout.length)
 
     def _checked(self, slots: Tensor, counts: list[int]) -> Tensor:
@@ -251,7 +251,7 @@ class Segments(StoredSlots):
             self._quantized.moved()
         run, slot = mask.nonzero(as_tuple=True)
         source = layout.start_dev[run] + slot
-        if layout.wasteful(counts):
+        if layout.should_shrink(counts):
             self._rebuild(counts, counts, source)
             return
         target = flat(layout.start_dev, counts.to(self._device), source.shape[0])
@@ -285,7 +285,7 @@ class Segments(StoredSlots):
         if extra.shape != layout.length.shape or bool((extra < 0).any()):
             raise ValueError(f"extra must hold {layout.length.shape[0]} counts of at least 0, got {extra.tolist()}")
         lengths = layout.length + extra
-        if bool((lengths > layout.capacity).any()) or layout.gains_views(lengths):
+        if bool((lengths > layout.capacity).any()) or layout.becomes_uniform(lengths):
             self._rebuild(layout.length, lengths)
         if self._quantized is not None:
             self._quantized.moved()

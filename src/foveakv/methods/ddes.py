@@ -235,16 +235,16 @@ class RecycleBin:
         order = -self._order(view, layer)  # the highest is evicted first
         marked = slots.field(MARKED)[:, : order.shape[1]]
         new = [count - was for count, was in zip(over, layer.marked.tolist(), strict=True)]
-        marked = marked | _first(order.masked_fill(marked, -torch.inf), new)
+        marked = marked | _mark_highest(order.masked_fill(marked, -torch.inf), new)
         left = [count - gone for count, gone in zip(over, evict, strict=True)]
         if self.mode == "mark" and not self.restore:
-            victims = _first(order.masked_fill(~marked, -torch.inf), evict)
+            victims = _mark_highest(order.masked_fill(~marked, -torch.inf), evict)
             marked = marked & ~victims
         else:
             # Marked tokens that score above the lowest unmarked one swap places with it. Flushed tokens are then the
             # lowest of all candidates, so "mark" with restore=True and "rerank" evict the same tokens.
-            victims = _first(order, evict)
-            again = _first(order.masked_fill(victims, -torch.inf), left)
+            victims = _mark_highest(order, evict)
+            again = _mark_highest(order.masked_fill(victims, -torch.inf), left)
             flushing = torch.tensor([count > 0 for count in evict], device=order.device)[:, None, None]
             restored = marked & ~victims & ~again & flushing
             restored_slots = int(restored.sum()) * (1 if self.per_head else slots.heads)
@@ -261,20 +261,20 @@ class RecycleBin:
         order = self._values(view)
         slots = view.slots
         recent, ragged = layer.recent.tolist(), not slots.uniform
-        barred = None
+        protected = None
         if positions is None:
             if ragged or self.sink or any(recent):
                 number = torch.arange(slots.max_length, device=order.device)
                 end = (slots.lengths[:, 0] - layer.recent).to(order.device)[:, None, None]
-                barred = (number < self.sink) | (number >= end)
+                protected = (number < self.sink) | (number >= end)
         else:
             positions = positions[:, : order.shape[1]]
             if ragged or self.sink:
-                barred = positions <= (-1 if layer.last_sink is None else layer.last_sink[:, : order.shape[1]])
+                protected = positions <= (-1 if layer.last_sink is None else layer.last_sink[:, : order.shape[1]])
             if any(recent):
                 newest = positions >= self._first_recent(view, layer, recent)
-                barred = newest if barred is None else barred | newest
-        return order if barred is None else order.masked_fill(barred, torch.inf)
+                protected = newest if protected is None else protected | newest
+        return order if protected is None else order.masked_fill(protected, torch.inf)
 
     def _look_up_protected(self, view: DecodeView, layer: BinLayer) -> None:
         """Record the positions of sink tokens and newest tokens before slots are moved for the first time.
@@ -366,7 +366,7 @@ def _lowest(order: Tensor, counts: list[int], ages: Tensor | None = None) -> Ten
     return by_age.gather(-1, order.gather(-1, by_age).argsort(dim=-1, stable=True)[..., :most])
 
 
-def _first(order: Tensor, counts: list[int]) -> Tensor:
+def _mark_highest(order: Tensor, counts: list[int]) -> Tensor:
     """Mark the counts[b] highest values per head of order [B, H, M]; ties go to lower slots, -inf is never marked."""
     if max(counts) <= 0:
         return torch.zeros_like(order, dtype=torch.bool)

@@ -17,4 +17,5 @@ class Full(Method):
 
     @property
     def granularity(self) -> Granularity:
+        """ "token": all layers and heads store every token."""
         return "token"

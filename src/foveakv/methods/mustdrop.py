@@ -182,7 +182,7 @@ class MustDrop(Method):
         prompt = view.prompt
         if self.protect == 0:
             return torch.zeros_like(prompt.real)
-        return key_tokens(view, picture_numbers(prompt), self.protect)
+        return key_tokens(view, image_numbers(prompt), self.protect)
 
 
 def numbers(layers: tuple[int, ...] | str) -> list[int]:
@@ -228,7 +228,7 @@ def stage_counts(visual: Tensor, target: float, stage: int, stages: int) -> Tens
     return torch.tensor(counts, device=visual.device)
 
 
-def picture_numbers(prompt: PromptMap) -> Tensor:
+def image_numbers(prompt: PromptMap) -> Tensor:
     """Return the image that each column belongs to, counted from 0 per sequence: int64 [B, C], -1 for none."""
     named = torch.where(prompt.visual, prompt.index.long() * 2 + (prompt.kinds == VIDEO), -1)
     numbered = torch.full_like(named, -1)
@@ -238,16 +238,16 @@ def picture_numbers(prompt: PromptMap) -> Tensor:
     return numbered
 
 
-def key_tokens(view: PrefillView, pictures: Tensor, portion: float) -> Tensor:
+def key_tokens(view: PrefillView, images: Tensor, portion: float) -> Tensor:
     """Select the `portion` of every image that its last token attends to most, averaged over heads: bool [B, C].
 
-    pictures: int64 [B, C], see `picture_numbers`.
+    images: int64 [B, C], see `image_numbers`.
     """
-    columns = torch.arange(pictures.shape[1], device=pictures.device)
-    keys = torch.zeros_like(pictures, dtype=torch.bool)
-    for start in range(0, int(pictures.max()) + 1, _IMAGES):
-        named = torch.arange(start, min(start + _IMAGES, int(pictures.max()) + 1), device=pictures.device)
-        members = pictures[:, None] == named[:, None]  # [B, n, C]
+    columns = torch.arange(images.shape[1], device=images.device)
+    keys = torch.zeros_like(images, dtype=torch.bool)
+    for start in range(0, int(images.max()) + 1, _IMAGES):
+        named = torch.arange(start, min(start + _IMAGES, int(images.max()) + 1), device=images.device)
+        members = images[:, None] == named[:, None]  # [B, n, C]
         last = torch.where(members, columns, -1).amax(-1)
         rows = attention_rows(view.query, view.keys, last.clamp_min(0), view.scaling, view.visible, last >= 0)
         score = rows.mean((1, 2)).masked_fill(~members, -torch.inf)

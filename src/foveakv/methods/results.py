@@ -14,8 +14,8 @@ from foveakv.methods.views import State
 class HeadMaps(State):
     """Maps with one entry per KV head, CPU tensors [B, L, H].
 
-    scores: the values that heads were classified by. static: bool, False for heads that read chunks. budgets: int64,
-    slots. slots: int64, slots on the device after the prompt, chosen chunks included.
+    scores: float32 or float64, the values that heads were classified by. static: bool, False for heads that read
+    chunks. budgets: int64, slots. slots: int64, slots on the device after the prompt, chosen chunks included.
     """
 
     scores: Tensor

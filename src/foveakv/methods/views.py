@@ -4,8 +4,9 @@ A method has no access to the cache. The engine (`foveakv.engines`) passes it vi
 and read-only facts, and carries out the `Decision` that it returns.
 
 Notation: B sequences, L compressed layers, H KV heads, G query heads per KV head (Hq = H * G), C prompt columns, D and
-Dv key and value dimensions, q new tokens, M the most slots that a head stores. A slot is the key and value of one token
-in one KV head.
+Dv key and value dimensions, q new tokens, M the most slots that a head stores, P the most offloaded chunks of a head, T
+the tokens of a chunk. n counts rows that the text beside it names. A slot is the key and value of one token in one KV
+head.
 """
 
 from __future__ import annotations
@@ -115,6 +116,9 @@ class PromptView:
         """Return the tokens per KV head that a budget allows each sequence: int64 [B], on the prompt's device.
 
         steady: for methods that evict while decoding; the result may exceed the prompt, see `Budget.steady`.
+
+        Raises:
+            BudgetError: the budget is invalid, or its bytes do not hold one token per head.
         """
         key = budget, steady
         if key not in self._tokens:
@@ -124,7 +128,11 @@ class PromptView:
         return self._tokens[key]
 
     def budget_slots(self, budget: float | int | str) -> Tensor:
-        """Return the slots over all layers and heads that a budget allows each sequence: int64 [B], on the CPU."""
+        """Return the slots over all layers and heads that a budget allows each sequence: int64 [B], on the CPU.
+
+        Raises:
+            BudgetError: as in `budget_tokens`.
+        """
         return parse_budget(budget).slots(self.geometry)
 
 
@@ -345,7 +353,7 @@ class Field:
 class Offload:
     """Offload of some heads' complete chunks to a store, with one digest each; a step reads `Decision.chunks`.
 
-    heads: bool [B, H]. chunk: tokens per chunk, real tokens in column order. place: "host", "device" or "disk".
+    heads: bool [B, H]. chunk: tokens per chunk, real tokens in column order (T). place: "host", "device" or "disk".
     directory: directory of the file, for "disk". summary: kind of digest, "mean" of the chunk's keys or "bounds" of
     their channels. digest_dtype: "model", "bf16" or "int8".
     """

@@ -17,7 +17,7 @@ from transformers import CompileConfig
 
 import foveakv
 from foveakv import errors
-from foveakv.engines.transformers.preallocated import GRAIN
+from foveakv.engines.transformers.preallocated import SLOT_MULTIPLE
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -171,7 +171,7 @@ def test_bytes_are_those_of_the_storage() -> None:
     matrix.check_storage(got)
     for layer in got.cache.compressed:
         slots = layer.slots.keys.shape[2]
-        assert slots % GRAIN == 0
+        assert slots % SLOT_MULTIPLE == 0
         assert slots >= int(layer.slots._lengths.max()) + ROOM
     assert got.session.report.peak_bytes >= got.session.report.stored_bytes
 

@@ -61,7 +61,7 @@ def test_another_thread_may_ask_for_what_a_compressed_call_may_not() -> None:
         elsewhere(lambda: model.generate(**inputs, **SHORT, use_cache=False))
         elsewhere(lambda: model.generate(**inputs, **SHORT, cache_implementation="static", disable_compile=True))
         elsewhere(lambda: model.generate(**inputs, **SHORT, past_key_values=foveakv.engines.transformers.compat.Cache(
-            layers=foveakv.engines.transformers.compat.plain_layers(model.config))))  # fmt: skip
+            layers=foveakv.engines.transformers.compat.default_layers(model.config))))  # fmt: skip
         with pytest.raises(errors.UnsupportedModeError):
             model.generate(**inputs, **SHORT, use_cache=False)
 

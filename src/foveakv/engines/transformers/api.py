@@ -29,6 +29,10 @@ def compress(
     (HybridKV, Quest): a step then verifies several drafted tokens with one choice, which is not the choice that each
     token would have had alone.
 
+    Returns:
+        A context manager. The model is attached inside its `with` block only; the report and the cache
+        stay available after it.
+
     Raises:
         MethodError: an option that is unknown, invalid, or not supported by this method or model.
         CacheInUseError: on entering, when the same method object is in use on another model.
@@ -49,6 +53,9 @@ def cache_for(
         model: a transformers model with a text decoder.
         method: e.g. `HAE()`.
         options: the cache's options; or give the fields of `CacheOptions` as keyword arguments.
+
+    Returns:
+        An empty cache for one prompt and its continuations; `cache.report` has slots, bytes and times.
 
     Raises:
         MethodError: an option that is unknown, invalid, or not supported by this method or model.

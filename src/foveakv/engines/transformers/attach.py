@@ -26,7 +26,7 @@ def attachment_of(model: compat.PreTrainedModel) -> Attachment:
     """The model's attachment, made on first use; the model is unchanged before `Attachment.hold`.
 
     Raises:
-        UnsupportedModelError: `model` is no transformers model.
+        UnsupportedModelError: `model` is not a transformers model.
     """
     if not isinstance(model, compat.PreTrainedModel):
         raise UnsupportedModelError(f"expected a transformers model, got {type(model).__name__}")

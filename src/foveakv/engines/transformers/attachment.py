@@ -9,7 +9,7 @@ While attached, the following is changed, on the instance alone, and restored wh
   so that a copy of an attached model is a plain model.
 
 The wrappers are plain Python around the original call, with `try/finally`, and not torch hooks: torch skips hooks, also
-those registered with `always_call=True`, when a forward pass is left by a `BaseException` that is no `Exception`
+those registered with `always_call=True`, when a forward pass is left by a `BaseException` that is not an `Exception`
 (`KeyboardInterrupt`, `SystemExit`, `GeneratorExit`, `asyncio.CancelledError`).
 
 Users of an attachment are open sessions, caches from `cache_for`, and calls in progress. Each is held through a weak
@@ -49,7 +49,7 @@ class Original:
 
     @property
     def active(self) -> bool:
-        """False once the model was detached. Somebody who wrapped our wrapper may still call it then."""
+        """False once the model was detached. Code that wrapped this wrapper may still call it then."""
         return self.attachment.attached and self.attachment.epoch == self.epoch
 
     @property
@@ -67,7 +67,7 @@ class Original:
         return getattr(type(model), self.name)(model, *args, **kwargs)
 
 
-# Makes the wrapper of one method: f(original, model) -> what is set on the model under the original's name.
+# Factory: (original, model) -> replacement attribute.
 Wrap = Callable[[Original, Any], Any]
 
 

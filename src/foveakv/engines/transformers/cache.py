@@ -24,7 +24,7 @@ from foveakv.engines.transformers.decision_checks import check_stream_layer, dec
 from foveakv.engines.transformers.decisions import Storage
 from foveakv.engines.transformers.layer import CompressedLayer
 from foveakv.engines.transformers.options import CacheOptions
-from foveakv.engines.transformers.preallocated import Clock, PreallocatedLayer, preallocate
+from foveakv.engines.transformers.preallocated import PreallocatedLayer, StepState, preallocate
 from foveakv.engines.transformers.sizes import geometry_of, head_dim, layer_nbytes, positions_of, warn_beyond_positions
 from foveakv.engines.transformers.stream import Stream
 from foveakv.errors import (
@@ -48,6 +48,12 @@ class CompressedCache(compat.Cache):
     """
 
     def __init__(self, config: Any, method: Method, options: CacheOptions | None = None) -> None:
+        """Create an empty cache; config: the config of the text decoder.
+
+        Raises:
+            MethodError: an option cannot be combined with the method or the head dimensions.
+            UnsupportedModelError: `preallocate` is given, and a layer has no plain attention.
+        """
         options = options or CacheOptions()
         options.check(method)
         self.options = options
@@ -55,7 +61,7 @@ class CompressedCache(compat.Cache):
         make = CompressedLayer if self.preallocated is None else PreallocatedLayer
         layers: list[Any] = []
         compressed_idx = 0
-        for layer_idx, layer in enumerate(compat.plain_layers(config)):
+        for layer_idx, layer in enumerate(compat.default_layers(config)):
             if type(layer) is compat.DynamicLayer:
                 layers.append(make(self, layer_idx, compressed_idx))
                 compressed_idx += 1
@@ -84,7 +90,7 @@ class CompressedCache(compat.Cache):
         self.state: State | None = None  # the method's per-request state
         self.prompt: PromptMap | None = None
         self._request: PromptView | None = None  # the complete prompt
-        self.clock: Clock | None = None  # with preallocated slots, once the prompt is complete
+        self.clock: StepState | None = None  # with preallocated slots, once the prompt is complete
         self.stream: Stream | None = None  # tokens kept in the residual stream during the prefill
         self.trace: list[dict[int, Tensor]] | None = [] if self.trace_wanted else None
         self.model_state: list[Any] = []  # M-RoPE offsets that some models store on themselves between calls
@@ -165,6 +171,10 @@ class CompressedCache(compat.Cache):
         """Return the positions that model layer `layer` can attend to: int64 [B, H, M], ascending, padded with -1.
 
         These are the stored slots, and of the offloaded chunks those read in the last step.
+
+        Raises:
+            MethodError: the layer does not exist or is not compressed.
+            CacheInUseError: the prompt has not been processed.
         """
         if not 0 <= layer < len(self.layers) or not isinstance(self.layers[layer], CompressedLayer):
             numbers = [done.layer_idx for done in self.compressed]

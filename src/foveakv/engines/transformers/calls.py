@@ -1,4 +1,4 @@
-"""What belongs to one session and to one call of a model, as typed objects that every part of the engine passes on."""
+"""State of a session and of a model call."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def text_config_of(model: PreTrainedModel) -> Any:
     return decoder_of(model).config
 
 
-def plain_layers(config: Any) -> list[Any]:
+def default_layers(config: Any) -> list[Any]:
     """The cache layers that transformers itself would use, in model order; the plain ones are `DynamicLayer`."""
     return list(DynamicCache(config=config).layers)
 

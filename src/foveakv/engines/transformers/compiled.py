@@ -1,7 +1,7 @@
 """Compile the decode steps of caches with preallocated slots.
 
-`generate` asks `model.get_compiled_call(config)` for the function that runs a step. Ours runs the model as always, with
-the checks and the bookkeeping on the host, and only what is inside of them (`type(model).forward`) is compiled.
+`generate` asks `model.get_compiled_call(config)` for the function that runs a step. The wrapper runs the model
+normally, with the checks and the bookkeeping on the host; only the inner `type(model).forward` is compiled.
 """
 
 from __future__ import annotations

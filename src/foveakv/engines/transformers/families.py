@@ -43,7 +43,8 @@ FAMILIES: tuple[Family, ...] = (
     Family("qwen3", "Qwen3 (text)"),
     Family(
         "paligemma", "PaliGemma",
-        reason="it builds its attention mask as a tensor before the text decoder runs, which fits no stored slots",
+        reason="it builds its attention mask as a tensor before the text decoder runs, which cannot be applied to "
+        "stored slots",
     ),
     Family("gemma4", "Gemma 4", reason="its last layers reuse earlier layers' KV and slice the mask as a tensor"),
     Family("mllama", "Llama 3.2 Vision", reason="its images are in cross-attention layers, not in the prompt"),
@@ -77,7 +78,7 @@ def check_supported(model: Any) -> None:
     if compat.own_cache_class(model):
         raise UnsupportedModelError(f"{type(model).__name__} is not supported: it needs a cache class of its own")
     config = compat.text_config_of(model)
-    if not any(type(layer) is compat.DynamicLayer for layer in compat.plain_layers(config)):
+    if not any(type(layer) is compat.DynamicLayer for layer in compat.default_layers(config)):
         raise UnsupportedModelError(f"{type(model).__name__} has no plain attention layer to compress")
     if getattr(config, "attn_logit_softcapping", None):
         raise UnsupportedModelError(

@@ -1,7 +1,7 @@
 """The wrapper around `model.forward`: gives the pass its cache, tells the cache what it reads, and cleans up after it.
 
 However a pass ends, by a `BaseException` too, the call's references are reset, hooks that shorten the residual stream
-are removed, and a cache that was left half-way is dropped from its session.
+are removed, and the cache of a pass that did not complete is dropped from its session.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _compressed(
         cache.end_forward(attached.model_state())
         return output
     except BaseException:
-        if cache.forward_tokens is not None or cache.seen == 0:  # half-way, or nothing has been read yet
+        if cache.forward_tokens is not None or cache.seen == 0:  # incomplete, or nothing has been read yet
             call.discard(cache)
         raise
     finally:
@@ -140,7 +140,7 @@ def session_cache(
 ) -> CompressedCache:
     """A new cache of a session for a call; kwargs: the arguments of the pass that needs it.
 
-    A prompt that a generate call reads beside its own, i.e. the unconditional branch of classifier-free guidance,
+    A prompt that a generate call reads in addition to its own (the unconditional branch of classifier-free guidance)
     usually has no image. A method that only drops visual tokens has nothing to drop there, so the branch is stored
     whole; the session's report says so.
     """

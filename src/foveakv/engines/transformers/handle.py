@@ -42,7 +42,7 @@ class KVHandle:
                 "AttentionInterface"
             )
         raise CacheInUseError(
-            "a compressed cache met an attention function that is not FoveaKV's: use it inside the block "
+            "a compressed cache was passed to an attention function that is not FoveaKV's: use it inside the block "
             "`with foveakv.compress(...)` it came from, or make it with `foveakv.cache_for(model, method)` and leave "
             "the model's attention implementation alone"
         )

@@ -60,9 +60,7 @@ class CompressedLayer(compat.CacheLayerMixin):
         """The cache that owns this layer."""
         cache = self._cache()
         if cache is None:
-            raise CacheInUseError(
-                "the OwningCache of this layer no longer exists; keep a reference to it while generating"
-            )
+            raise CacheInUseError("the cache of this layer no longer exists; keep a reference to it while generating")
         return cache
 
     # ---- transformers' interface

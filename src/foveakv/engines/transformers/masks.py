@@ -201,7 +201,7 @@ Mask = LazyMask | TensorMask | SubsetMask
 
 
 def as_mask(attention_mask: Any) -> Mask | None:
-    """What an attention function received -> something that can be evaluated anywhere (None = plain causal)."""
+    """What an attention function received -> a `Mask` (None = plain causal)."""
     if isinstance(attention_mask, Tensor):
         return TensorMask(attention_mask)
     return attention_mask

@@ -27,10 +27,10 @@ from foveakv.errors import CacheInUseError, UnsupportedModeError
 from foveakv.memory.segments import Segments
 
 # M is rounded up to a multiple of this: prompts of similar lengths share a compiled step, and rows are aligned.
-GRAIN = 64
+SLOT_MULTIPLE = 64
 
 
-class Clock:
+class StepState:
     """What changes from step to step and is the same for all layers; its tensors keep their addresses.
 
     Attributes:
@@ -97,11 +97,11 @@ class PreallocatedSlots:
 
     saved_nbytes = 0
 
-    def __init__(self, segments: Segments, clock: Clock, seen: int) -> None:
+    def __init__(self, segments: Segments, clock: StepState, seen: int) -> None:
         self.clock = clock
         self._lengths = segments.lengths  # of the prompt, on the host
         self.heads = segments.heads
-        slots = -(-(segments.max_length + clock.room) // GRAIN) * GRAIN
+        slots = -(-(segments.max_length + clock.room) // SLOT_MULTIPLE) * SLOT_MULTIPLE
         keys, values = segments.gather()
         with torch.inference_mode(False):
             self.keys = at_fixed_address(_padded(keys, slots, 0))
@@ -190,7 +190,7 @@ class PreallocatedLayer(CompressedLayer):
         """The layer's slots; only after the prompt is complete."""
         return cast(PreallocatedSlots, self.segments)
 
-    def move(self, clock: Clock) -> None:
+    def move(self, clock: StepState) -> None:
         """Moves the compressed prompt from `Segments` to preallocated slots."""
         if self.segments is None:
             raise CacheInUseError("this layer has no prompt yet")
@@ -236,13 +236,13 @@ class PreallocatedLayer(CompressedLayer):
         return self.slots.attend(query, scaling)
 
 
-def preallocate(cache: OwningCache) -> Clock:
+def preallocate(cache: OwningCache) -> StepState:
     """Moves all layers of a cache whose prompt is complete to preallocated slots, one after the other."""
     layers = [layer for layer in cache.compressed if isinstance(layer, PreallocatedLayer)]
     first = layers[0].segments
     if first is None:
         raise CacheInUseError("this cache has not seen a prompt yet")
-    clock = Clock(cache.seen, first.batch, cache.preallocated or 0, first.device)
+    clock = StepState(cache.seen, first.batch, cache.preallocated or 0, first.device)
     for layer in layers:
         layer.move(clock)
     return clock

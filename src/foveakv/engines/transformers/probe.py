@@ -1,4 +1,4 @@
-"""Does a model's attention take what a compressed cache gives it? Tried out before anything is attached.
+"""Check before attaching that attention passes handles on.
 
 A compressed layer returns a `KVHandle` from `update` instead of tensors, and the model must pass it on, unread, to the
 attention function that transformers selects by name. Most models do. Those that do not (attention written out in the
@@ -100,7 +100,7 @@ def _find(decoder: compat.PreTrainedModel) -> str | None:
         return None
     layers = [
         _Layer(idx) if type(layer) is compat.DynamicLayer else layer
-        for idx, layer in enumerate(compat.plain_layers(decoder.config))
+        for idx, layer in enumerate(compat.default_layers(decoder.config))
     ]
     probed = [layer for layer in layers if isinstance(layer, _Layer)]
     cache = compat.Cache(layers=layers)

@@ -43,7 +43,13 @@ _TOTALS = (
 
 @dataclass(frozen=True)
 class LayerReport:
-    """Report on one compressed layer. Slots are (KV head, token) pairs over all sequences; bytes are storage bytes."""
+    """Report on one compressed layer. Slots are (KV head, token) pairs over all sequences; bytes are storage bytes.
+
+    layer: the model's index of the layer. full_slots, full_bytes: without compression. stored_slots: slots that a step
+    attends to. stored_bytes: on the compute device. host_bytes: the backing store. evicted, restored: slots that were
+    evicted, and that were marked for eviction and kept. retrieved: slots requested by retrieval; hits: those of them
+    that were already on the device. flushes: flushes of the recycle bin.
+    """
 
     layer: int
     full_slots: int
@@ -90,7 +96,8 @@ class Report:
     without synchronization (for accelerators use `foveakv.evaluation.compare`); token_seconds is the median of `steps`
     forward passes over one token. details: figures of the method. kv_dtype: dtype of quantized slots; the
     residual_length newest tokens are stored in full precision. saved_by_quantization: bytes saved compared to the same
-    slots in the model's dtype. method_notes: caveats from the cache and the method.
+    slots in the model's dtype. method_notes: caveats from the cache and the method. branches: for every other cache of
+    the same call (the unconditional branch of `guidance_scale`), its method, tokens_seen and stored_bytes.
     """
 
     settings: dict[str, Any]

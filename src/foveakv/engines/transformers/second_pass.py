@@ -28,7 +28,7 @@ def check_supported(model: compat.PreTrainedModel) -> None:
     Raises:
         UnsupportedModelError: a layer has sliding-window or linear attention.
     """
-    if any(type(layer) is not compat.DynamicLayer for layer in compat.plain_layers(compat.text_config_of(model))):
+    if any(type(layer) is not compat.DynamicLayer for layer in compat.default_layers(compat.text_config_of(model))):
         raise UnsupportedModelError(
             f"{type(model).__name__} has sliding-window or linear-attention layers, which do not support a second "
             "pass over the prompt; use a method without a second pass"

@@ -136,17 +136,25 @@ class Session:
 
     @property
     def cache(self) -> CompressedCache:
-        """The cache of the latest prompt."""
+        """The cache of the latest prompt.
+
+        Raises:
+            CacheInUseError: nothing has been generated yet, or the latest call did not complete.
+        """
         if not self._state.caches:
             raise CacheInUseError(
-                "nothing has been generated in this session yet, or the latest call failed half-way and its cache was "
+                "nothing has been generated in this session yet, or the latest call did not complete and its cache was "
                 "dropped"
             )
         return self._state.caches[0]
 
     @property
     def report(self) -> Report:
-        """What happened to the latest prompt: slots, bytes, evictions, retrievals, times."""
+        """What happened to the latest prompt: slots, bytes, evictions, retrievals, times.
+
+        Raises:
+            CacheInUseError: as `cache`.
+        """
         return Report.of(self.cache, branches=self.caches[1:])
 
     @property
@@ -154,6 +162,9 @@ class Session:
         """For each forward pass, layer index -> LongTensor [B, H, M], the positions attended to (-1: none).
 
         A dense pass (prefill) has no entries. Needs `compress(..., trace=True)`.
+
+        Raises:
+            CacheInUseError: as `cache`, or no trace was recorded.
         """
         if self.cache.trace is None:
             raise CacheInUseError("no trace was recorded; use foveakv.compress(model, method, trace=True)")
@@ -163,6 +174,10 @@ class Session:
         """Positions that model layer `layer` attends to, those retrieved in the last step included.
 
         LongTensor [B, H, M], ascending, padded with -1 at the end.
+
+        Raises:
+            CacheInUseError: as `cache`.
+            MethodError: the layer does not exist or is not compressed.
         """
         return self.cache.kept(layer)
 

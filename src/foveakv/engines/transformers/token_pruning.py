@@ -26,7 +26,7 @@ def check_supported(model: compat.PreTrainedModel) -> None:
         UnsupportedModelError: a layer needs all tokens of the prompt.
     """
     config = model.config
-    if any(type(layer) is not compat.DynamicLayer for layer in compat.plain_layers(compat.text_config_of(model))):
+    if any(type(layer) is not compat.DynamicLayer for layer in compat.default_layers(compat.text_config_of(model))):
         raise UnsupportedModelError(
             f"{type(model).__name__} has sliding-window or linear-attention layers, which need all tokens of the "
             "prompt; use drop_hidden_states=False"
