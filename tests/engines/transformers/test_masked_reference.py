@@ -11,7 +11,7 @@ from torch import Tensor
 GREEDY = {"max_new_tokens": 5, "do_sample": False}
 
 
-def plain_layers(model: object) -> list[int]:
+def default_layers(model: object) -> list[int]:
     config = model.get_decoder().config  # type: ignore[attr-defined]
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     return [i for i, kind in enumerate(kinds) if kind == "full_attention"]
@@ -49,7 +49,7 @@ def test_keeping_all_is_the_plain_model_and_forgetting_half_is_felt(name: str) -
     model = families.build(name, dtype=torch.float64)
     inputs = families.batch(name, dtype=torch.float64).inputs
     batch, columns = inputs["input_ids"].shape
-    layers = plain_layers(model)
+    layers = default_layers(model)
     with recorded(model) as plain:
         expected = model.generate(**inputs, **GREEDY)
 

@@ -199,7 +199,7 @@ def check_fits(model: compat.PreTrainedModel, method: Method) -> None:
     """Raise `UnsupportedModelError` where the model cannot do what the method needs."""
     if method.prunes_after is not None:
         token_pruning.check_supported(model)
-        layers = len(compat.plain_layers(compat.text_config_of(model)))
+        layers = len(compat.default_layers(compat.text_config_of(model)))
         if not 0 <= method.prunes_after < layers - 1:
             raise MethodError(
                 f"{method.name}: prunes_after={method.prunes_after} must name a layer from 0 to {layers - 2}: the last "
