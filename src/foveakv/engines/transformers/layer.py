@@ -16,7 +16,7 @@ from foveakv.engines.transformers.decision_checks import check_prefill, check_re
 from foveakv.engines.transformers.handle import KVHandle
 from foveakv.engines.transformers.masks import Mask, stored_mask, visible_rows
 from foveakv.engines.transformers.second_pass import attend_twice
-from foveakv.engines.transformers.slots import StoredSlots
+from foveakv.engines.transformers.slots import StoredChunks, StoredSlots
 from foveakv.errors import CacheInUseError, UnsupportedModeError
 from foveakv.kernels import decode_attention
 from foveakv.kernels.paged import attend_with_pages
@@ -299,7 +299,7 @@ class CompressedLayer(compat.CacheLayerMixin):
         if store is None or not store.choosing:
             return None
         method = self.cache.method
-        relevance = method.read(ReadView(*self._shared(query, scaling), store, self.seen))
+        relevance = method.read(ReadView(*self._shared(query, scaling), StoredChunks(store), self.seen))
         check_relevance(method.name, relevance, store)
         if store.in_place:
             asked, hits = store.pick(relevance)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from foveakv.kernels import cpu_scores
+from foveakv.memory.chunks import ChunkStore
 from foveakv.memory.segments import Segments
 
 
@@ -99,3 +100,16 @@ class StoredSlots:
             segments.runs, segments.flat(name), amounts, low, high, per_head=per_head, by_position=by_position,
             marked=None if mark is None else segments.flat(mark),
         )  # fmt: skip
+
+
+class StoredChunks:
+    """The offloaded chunks of a layer as a method sees them: `foveakv.methods.views.Chunks` over a `ChunkStore`."""
+
+    __slots__ = ("_store",)
+
+    def __init__(self, store: ChunkStore) -> None:
+        self._store = store
+
+    def relevance(self, query: Tensor, scaling: float) -> Tensor:
+        """See `foveakv.methods.views.Chunks.relevance`."""
+        return self._store.relevance(query, scaling)
