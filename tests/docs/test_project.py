@@ -72,6 +72,28 @@ def test_every_option_of_a_method_is_in_its_page(name: str) -> None:
     assert [field for field in fields if not re.search(rf"^\| [^|]*`{field}`", options, re.M)] == []
 
 
+def test_every_method_is_on_its_api_page() -> None:
+    page = (ROOT / "docs/api/methods.md").read_text(encoding="utf8")
+    listed = set(re.findall(r"^::: (foveakv\.methods\.\w+\.\w+)$", page, re.M))  # where mkdocstrings finds the source
+    assert listed == {f"{module}.{name}" for name, module in methods.class_names().items()}
+
+
+def test_the_interface_of_methods_is_on_the_api_pages() -> None:
+    pages = "".join(page.read_text(encoding="utf8") for page in (ROOT / "docs/api").glob("*.md"))
+    listed = set(re.findall(r"^::: [\w.]+\.(\w+)$", pages, re.M))
+    elsewhere = {"__version__", "FoveaKVError", "class_names", "near"}  # the page of errors; helpers of the CLI
+    assert sorted({*methods.__all__, *foveakv.__all__} - listed - elsewhere) == []
+
+
+def test_methods_that_support_assisted_decoding_are_listed() -> None:
+    page = (ROOT / "docs/supported-models.md").read_text(encoding="utf8")
+    stated = re.search(r"do not evict while decoding: (.*?), and hae with `ddes=False`", page, re.S)
+    assert stated is not None
+    needed = {"sparsemm": {"head_scores": [[0.5]]}}
+    made = [methods.get(name, **needed.get(name, {})) for name in methods.available()]
+    assert sorted(stated[1].replace("\n", " ").split(", ")) == [m.name for m in made if not m.evicts_while_decoding]
+
+
 def test_paths_in_contributing_exist() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf8")
     paths = set(re.findall(r"`((?:src|tests|docs|benchmarks|constraints|training|examples|\.ci)/[\w./-]+)`", text))

@@ -11,6 +11,7 @@ from typing import Any
 import families
 import pytest
 import tiny_folder
+import typer
 from checkout import ROOT, committed
 from typer.testing import CliRunner
 
@@ -116,6 +117,22 @@ def test_commands_run(tiny: None, page: str) -> None:
         extra = ["--max-new-tokens", "2"] if line.split()[1] in ("generate", "compare") else []
         result = CliRunner().invoke(app, shlex.split(line)[1:] + extra)
         assert result.exit_code == 0, f"{line}\n{result.output}"
+
+
+def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The words of every command, e.g. ("eval", "run")."""
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from commands(command, (*path, name))
+        else:
+            yield (*path, name)
+
+
+def test_every_command_is_documented() -> None:
+    page = (ROOT / "docs/cli.md").read_text(encoding="utf8")
+    found = list(commands(typer.main.get_command(app)))
+    assert ("generate",) in found
+    assert [words for words in found if f"foveakv {' '.join(words)}" not in page] == []
 
 
 def test_options_of_the_command_line_are_documented() -> None:

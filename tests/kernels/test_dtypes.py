@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from foveakv import kernels
 from foveakv.errors import MethodError
-from foveakv.kernels import attend, cpu
+from foveakv.kernels import attend
 from foveakv.kernels.contract import Attended
 from foveakv.kernels.paged import attend_with_pages
 from foveakv.memory.chunks import ChunkStore
@@ -20,15 +21,15 @@ from foveakv.memory.runs import Runs
 from foveakv.memory.segments import Segments
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-BACKENDS = ("auto", "reference", "blocks", "cpu")
+BACKENDS = ("auto", *(name for name in kernels.BACKENDS if name != "triton"))  # it has test_triton_kernel.py
 NEAR = {torch.float32: 1e-5, torch.float64: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 DIM, VALUE_DIM, CHUNK = 16, 12, 4
 LENGTHS = {"uniform": [[70, 70]], "ragged": [[9, 600]]}
 
 
 def needs_kernel(backend: str) -> None:
-    if backend == "cpu" and cpu.problem() is not None:
-        pytest.skip("no CPU kernel")
+    if backend != "auto" and (reason := kernels.problem(backend)) is not None:
+        pytest.skip(reason)
 
 
 def dense(lengths: list[list[int]], key: torch.dtype, value: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -87,7 +87,8 @@ def messages() -> Console:
 def friendly(command: Callable[..., None]) -> Callable[..., None]:
     """Decorate a command: a user's mistake or a failing system call becomes one line on stderr and exit code 2.
 
-    With `--debug` the exception passes. A broken pipe (`foveakv ... | head`) passes too: typer ends with exit code 1.
+    With `--debug` the exception passes; the command's parameter for it must be named `debug`. A broken pipe
+    (`foveakv ... | head`) passes too: typer ends with exit code 1.
     """
 
     @wraps(command)

@@ -16,10 +16,10 @@ from foveakv.memory.layout import Layout
 from foveakv.memory.quantized import RESIDUAL, QuantizedRows
 from foveakv.memory.quantizer import Quantizer
 from foveakv.memory.rows import flat, moves, shift, take
-from foveakv.memory.stored import StoredSlots
+from foveakv.memory.stored import ReadableSlots
 
 
-class Segments(StoredSlots):
+class Segments(ReadableSlots):
     """The KV slots of one layer, in flat buffers with room to grow at the end of every run.
 
     Lengths and layout are kept on the host, so nothing here waits for a device except `keep` and `crop`, whose masks

@@ -14,7 +14,7 @@ from foveakv.memory.quantizer import Quantizer
 from foveakv.memory.runs import Runs, dense
 
 
-class StoredSlots(SlotFields):
+class ReadableSlots(SlotFields):
     """Keys, values, positions and side fields of one layer; `Segments` adds what changes them."""
 
     _keys: Tensor  # [N, D]

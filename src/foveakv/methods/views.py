@@ -5,8 +5,8 @@ and read-only facts, and carries out the `Decision` that it returns.
 
 Notation: B sequences, L compressed layers, H KV heads, G query heads per KV head (Hq = H * G), C prompt columns, D and
 Dv key and value dimensions, q new tokens, M the most slots that a head stores, P the most offloaded chunks of a head, T
-the tokens of a chunk. n counts rows that the text beside it names. A slot is the key and value of one token in one KV
-head.
+tokens per chunk, n the length of an index tensor (see each function). A slot is the key and value of one token in one
+KV head.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from masked_reference import largest_difference, recorded
 import foveakv
 from foveakv import errors
 from foveakv.engines.transformers.families import FAMILIES as TABLE
+from foveakv.engines.transformers.families import TESTED_DECODERS
 
 FEW = ["qwen2_5_vl", "llava", "gemma3"]
 PAIRS = [(family, method) for family in families.PLAIN for method in matrix.METHODS]
@@ -239,6 +240,11 @@ def test_the_table_of_families_is_what_is_tested() -> None:
     refused = {row.model_type for row in TABLE if row.reason}
     assert supported == {families.FAMILIES[name].config().model_type for name in families.PLAIN}
     assert refused == {families.FAMILIES[name].config().model_type for name in families.DOUBTFUL}
+
+
+def test_decoders_that_need_no_probe_are_the_tested_ones() -> None:
+    configs = [families.FAMILIES[name].config() for name in families.PLAIN]
+    assert {config.get_text_config().model_type for config in configs} == TESTED_DECODERS
 
 
 def test_a_model_without_a_decoder_is_refused() -> None:

@@ -52,7 +52,6 @@ def register(task: Task) -> Task:
 def _builtin() -> dict[str, Task]:
     found: list[Task] = []
     for split, suffix in (("test", ""), ("validation", "@validation")):
-        for module in (needle, printed, chart, photos, reading, turns):
+        for module in (needle, printed, chart, photos, reading, turns, text):
             found += module.build(split, suffix)
-        found += text.build(suffix)
     return {task.name: task for task in found}

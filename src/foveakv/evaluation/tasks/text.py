@@ -23,6 +23,6 @@ def make(rng: np.random.Generator) -> tuple[tuple[Image, ...], tuple[Turn, ...]]
     return (), (Turn(text, (lines[place],)),)
 
 
-def build(suffix: str) -> list[Task]:
-    """The task for one split of the data; `suffix` ends its name."""
+def build(split: str, suffix: str) -> list[Task]:
+    """The task for one split of the data, whose lines are the same; `suffix` ends its name."""
     return [Task(f"text{suffix}", f"one of {LINES} written lines, no images", make, ranked=False)]
