@@ -207,7 +207,7 @@ class ChunkStore:
 
         stored: positions of the stored slots, [B, H, M], -1 beyond a head's length. chunks: int64 [B, H].
         """
-        if not len(self._run):
+        if not len(self._run) or not self._positions.numel() or not stored.numel():
             return False
         last = max(int(stored.max()), int(self._positions.max()), 0)
         own = stored.flatten(0, 1)[self._run]  # [n, M]

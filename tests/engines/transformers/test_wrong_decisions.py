@@ -359,3 +359,10 @@ def test_decisions_that_contradict_each_other(inputs: dict[str, Tensor], words: 
     with pytest.raises(MethodError, match=words):
         matrix.compressed(model, make(), inputs)
     assert "generate" not in vars(model)
+
+
+def test_heads_without_a_complete_chunk_have_nothing_to_read(inputs: dict[str, Tensor]) -> None:
+    """Chunks longer than the prompt: nothing is offloaded, and the check has no positions to look at."""
+    huge = Own(on_prefill=lambda view: Decision(offload=Offload(offload(view).heads, 10_000), chunks=ONE))
+    run = matrix.compressed(matrix.model(FAMILY), huge, inputs)
+    assert run.session.report.retrieved == 0
