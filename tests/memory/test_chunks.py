@@ -237,3 +237,14 @@ def test_a_later_step_may_leave_inference_mode() -> None:
     layer.store.select_sequences(torch.tensor([1, 0]))
     layer.segments.select_sequences(torch.tensor([1, 0]))
     fetch(layer, layer.query())
+
+
+@pytest.mark.parametrize("lengths", [[5 * CHUNK], [CHUNK - 1], [5 * CHUNK, CHUNK - 1]])
+def test_overlaps_where_nothing_is_stored_or_offloaded(lengths: list[int]) -> None:
+    """A prompt of complete chunks stores no slot of a dynamic head; one below a chunk offloads nothing."""
+    layer = Layer([[True, True]] * len(lengths), lengths)
+    two = torch.full((len(lengths), 2), 2)
+    assert not layer.store.overlaps(layer.segments.positions(), two)
+    everything = torch.where(layer.real, layer.positions, -1)[:, None].expand(-1, 2, -1)
+    assert layer.store.overlaps(everything, two) == (max(lengths) >= CHUNK)
+    assert not layer.store.overlaps(everything, torch.zeros_like(two))
