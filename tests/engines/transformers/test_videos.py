@@ -9,6 +9,8 @@ import matrix
 import pytest
 import torch
 from families import END, START, VIDEO, Clip, Picture, Row
+from families.mrope import clip_inputs
+from families.registry import noise
 from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -69,10 +71,10 @@ def encode(family: str, rows: list[Row], dtype: torch.dtype) -> dict[str, Any]:
         most = max(clip.frames for clip in clips)
         frames = torch.zeros(len(clips), most, 3, 28, 28)
         for i, clip in enumerate(clips):
-            frames[i, : clip.frames] = families._noise(500 + clip.seed, clip.frames, 3, 28, 28)
+            frames[i, : clip.frames] = noise(500 + clip.seed, clip.frames, 3, 28, 28)
         inputs["pixel_values_videos"] = frames
     else:
-        inputs |= families.clip_inputs(clips, PATCH[family])
+        inputs |= clip_inputs(clips, PATCH[family])
     return {key: value.to(dtype) if value.is_floating_point() else value for key, value in inputs.items()}
 
 
