@@ -70,7 +70,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("hae", {"score_layer": 0.9, "early_layers": "first", "ddes": False, "budget": None}),
     ("hae", {"candidates": "prompt"}),
     ("hae", {"scores": "shared"}),
-    ("hae", {"scores": "shared", "candidates": "prompt", "dap": False, "r": None, "relative": True, "score_layer": "1,2"}),
+    (
+        "hae",
+        {"scores": "shared", "candidates": "prompt", "dap": False, "r": None, "relative": True, "score_layer": "1,2"},
+    ),
     ("h2o", {"per_head_scores": False}),
     ("hybridkv", {"classify": "all_static"}),
     ("hybridkv", {"classify": "all_dynamic"}),
