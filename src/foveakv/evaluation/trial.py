@@ -138,7 +138,7 @@ class Bench:
             raise UnsupportedModeError(f"item {item.number} of {item.task} has no turn")
         turns = tuple(
             TurnResult(
-                turn.text, text := self.decoder.text(reply), turn.answer, grade(turn, text), len(turn.facts), len(reply)
+                turn.text, text := self.decoder.text(reply), turn.answer, grade(turn, text), turn.counted, len(reply)
             )
             for turn, reply in zip(item.turns, chat.replies, strict=True)
         )
