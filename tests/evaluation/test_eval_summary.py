@@ -192,7 +192,7 @@ def test_weak_and_blind_tasks_do_not_rank() -> None:
 
 
 def test_full_at_the_limit_ranks() -> None:
-    summary = run(*scores("full", 0.8, 0.9), *scores("random 0.1", 0.0, 0.1))
+    summary = run(*scores("full", 0.8, 0.9), *scores("random 0.1", 0.1, 0.1))
     assert summary.states["t"].full.mean == pytest.approx(0.85)
     assert summary.ranked == ["t"]
     assert run(*scores("full", 0.85, 0.85), *scores("random 0.1", 0.0, 0.1)).ranked == ["t"]
@@ -353,7 +353,7 @@ def test_leaderboard_json_holds_plain_values() -> None:
 
 
 def test_a_control_does_not_rank() -> None:
-    results = [*scores("full", 1.0, 1.0), *scores("a 0.1", 1.0, 0.0), *scores("random 0.1", 0.0, 0.0)]
+    results = [*scores("full", 1.0, 1.0), *scores("a 0.1", 1.0, 0.0), *scores("random 0.1", 0.0, 0.1)]
     plan = run(*results).plan
     assert Summary(plan, results).ranked == ["t"]
     summary = Summary(plan, results, controls=["t"])

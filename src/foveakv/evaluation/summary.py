@@ -24,7 +24,7 @@ import numpy as np
 
 from foveakv.core.budget import Budget
 from foveakv.evaluation import stratified
-from foveakv.evaluation.bootstrap import Floats, interval, paired
+from foveakv.evaluation.bootstrap import Floats, Interval, interval, paired
 from foveakv.evaluation.figures import (
     FLOOR,
     Board,
@@ -296,12 +296,7 @@ def _split_mixed_series(candidates: Sequence[Candidate], settings: Mapping[str, 
     mixed = set()
     for series, members in groups.items():
         own = [
-            {
-                k: v
-                for k, v in settings.get(c.label, {}).items()
-                if k not in ("budget", SIZE) or (k == SIZE and not c.size)
-            }
-            for c in members
+            {k: v for k, v in settings.get(c.label, {}).items() if k != (SIZE if c.size else "budget")} for c in members
         ]
         one = all((c.method, other) == (members[0].method, own[0]) for c, other in zip(members, own, strict=True))
         if not one or len({c.place for c in members}) < len(members):

@@ -16,7 +16,7 @@ from PIL.Image import Image
 from foveakv.evaluation import cards
 from foveakv.evaluation.items import Task, Turn
 from foveakv.evaluation.tasks.drawn import card_line
-from foveakv.models.embedded.samples import ALL_CARDS, TELL
+from foveakv.models.embedded.samples import TELL
 
 CARDS = 4
 SIZES = (32, 64)
@@ -50,9 +50,10 @@ def make_needle(rng: np.random.Generator, count: int, split: str) -> tuple[tuple
 
 
 def make_list(rng: np.random.Generator, count: int, split: str) -> tuple[tuple[Image, ...], tuple[Turn, ...]]:
-    """Draws one item: the reply lists the cards' digits in order; the first, the reply's first token, does not count."""
-    images, _, digits, prompt = album(rng, count, split)
-    return images, (Turn(prompt + ALL_CARDS, tuple(digits), ", ", ordered=True, uncounted=1),)
+    """Draws one item: the reply lists all cards in order, with their names."""
+    images, names, digits, prompt = album(rng, count, split)
+    facts = tuple(card_line(name, digit) for name, digit in zip(names, digits, strict=True))
+    return images, (Turn(prompt + TELL.format(", ".join(names)), facts, max_new_tokens=12 * CARDS),)
 
 
 def make_turns(rng: np.random.Generator, count: int, split: str) -> tuple[tuple[Image, ...], tuple[Turn, ...]]:
