@@ -29,7 +29,9 @@ def album(rng: np.random.Generator, count: int, split: str) -> Drawn:
     """(`count` images in random order, the cards' names and digits in order, the prompt that shows the images)."""
     names = cards.names(rng, CARDS)
     places = sorted(int(place) for place in rng.permutation(count)[:CARDS])
-    images, digits, lines = [], [], []
+    images: list[Image] = []
+    digits: list[str] = []
+    lines = []
     for place in range(count):
         if place in places:
             digit = int(rng.integers(10))
