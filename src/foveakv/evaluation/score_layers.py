@@ -10,16 +10,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from foveakv.engines.transformers.api import cache_for
+from foveakv.engines.transformers.fingerprint import digest_of
 from foveakv.errors import InputError
+from foveakv.evaluation import environment
 from foveakv.evaluation.bootstrap import Interval, interval, paired
 from foveakv.evaluation.results import describe_error
-from foveakv.methods import Method, get
+from foveakv.methods import Method, calibration, get
 from foveakv.methods.full import Full
 
 if TYPE_CHECKING:
@@ -165,6 +168,37 @@ def find_layer(
         len(next(iter(tally.kl.values()))),
         tuple(tally.skipped.values()),
     )
+
+
+def save(
+    curve: LayerCurve, model: Any, name: str, options: Mapping[str, Any], command: str, path: Path | None = None
+) -> Path:
+    """Writes the calibration file that `score_layer="calibrated"` finds, and returns its path.
+
+    Args:
+        model: the model of the curve, which the file's digest identifies.
+        name: of the model, for readers.
+        options: of HAE, with which layers were compared.
+        command: that was run, for readers.
+        path: another file than the user's for this model.
+    """
+    method: Any = hae(curve.chosen, curve.keep, **options)
+    versions = environment.versions()
+    points = (
+        {
+            "layer": found.layer,
+            "kl": found.kl.mean,
+            "agreement": 1 - found.differs.mean,
+            "own_kept": None if math.isnan(found.own_kept) else found.own_kept,
+        }
+        for found in curve.figures
+    )
+    found = calibration.ScoreLayers(
+        name, digest_of(model), (curve.chosen,), curve.depth, curve.keep, method.criterion, method.rows,
+        tuple(points), command,
+        ", ".join(f"{package} {versions[package]}" for package in ("foveakv", "torch", "transformers")),
+    )  # fmt: skip
+    return calibration.save(found, path)
 
 
 class _Tally:

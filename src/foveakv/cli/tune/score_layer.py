@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from foveakv.cli.tune.request import Request
     from foveakv.evaluation.score_layers import LayerCurve
 
+ALL = "all"
+
 
 def run(request: Request, layers: str | None, keep: float | None, out: Path | None) -> None:
     """Compare layers on the prompts, print the curve, and write the calibration file."""
@@ -36,23 +38,23 @@ def run(request: Request, layers: str | None, keep: float | None, out: Path | No
     with common.messages().status("reading the prompts") as status:
         curve = score_layers.find_layer(
             Bench(loaded, time_every=0), prompts, depth, keep=share,
-            layers=list(range(depth)) if wanted == "all" else wanted,
+            layers=list(range(depth)) if layers == ALL else wanted,
             make=lambda layer: score_layers.hae(layer, share, **options),
             progress=lambda done, total: status.update(f"prompt {done + 1} of {total}"),
         )  # fmt: skip
     _print(curve)
-    written = score_layers.save(curve, loaded.model, options, command_line(), out)
+    written = score_layers.save(curve, loaded.model, request.model, options, command_line(), out)
     if request.json is not None:
         files.write_json(request.json, _plain(curve, request.model, options, written))
     common.say_written(written, request.json)
 
 
-def _layers(text: str | None) -> list[int] | str | None:
-    """Read --layers. InputError: it is neither `all` nor numbers."""
+def _layers(text: str | None) -> list[int] | None:
+    """Read --layers; None if there are no numbers to read. InputError: it is neither `all` nor numbers."""
     from foveakv.cli.settings import split_names
 
-    if text is None or text == "all":
-        return text
+    if text is None or text == ALL:
+        return None
     try:
         return [int(part) for part in split_names(text, "layers")]
     except ValueError:
