@@ -28,6 +28,8 @@ from pathlib import Path
 
 import torch
 
+from foveakv.util.cache_folder import cache_folder
+
 SOURCE = Path(__file__).with_name("cpu_decode.cpp")
 SWITCH = "FOVEAKV_KERNEL"
 FLAGS = ("-O2", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-Wall", "-Wextra")
@@ -46,10 +48,7 @@ class BuildError(Exception):
 
 def folder() -> Path:
     """`$FOVEAKV_CACHE/kernels`, else `$XDG_CACHE_HOME/foveakv/kernels`, else `~/.cache/foveakv/kernels`."""
-    if own := os.environ.get("FOVEAKV_CACHE"):
-        return Path(own).expanduser() / "kernels"
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "foveakv" / "kernels"
+    return cache_folder("kernels")
 
 
 def instructions() -> str:

@@ -1,7 +1,7 @@
 """Compression methods (one file each), the views they receive, and the registry."""
 
 from foveakv.core.selection import keep_top
-from foveakv.methods.base import Method
+from foveakv.methods.base import Method, ModelFacts
 from foveakv.methods.registry import available, class_names, find, get, near, register
 from foveakv.methods.results import HeadMaps, Results
 from foveakv.methods.views import (
@@ -26,6 +26,7 @@ __all__ = [
     "Field",
     "HeadMaps",
     "Method",
+    "ModelFacts",
     "Observes",
     "Offload",
     "PrefillView",

@@ -6,6 +6,7 @@ A method is a dataclass of settings and is stateless. Per-request data is in a `
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -25,6 +26,21 @@ from foveakv.methods.views import (
     State,
     When,
 )
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a method may know of the model before the first prompt.
+
+    layers: the model's indices of the compressed layers. decoder_layers: number of all decoder layers, compressed or
+    not. model_type: transformers' name of the architecture. digest: computes what calibration files identify the model
+    by, see `foveakv.methods.calibration`; it reads weights, so call it only where it is needed.
+    """
+
+    layers: tuple[int, ...]
+    decoder_layers: int
+    model_type: str
+    digest: Callable[[], str]
 
 
 @dataclass
@@ -73,6 +89,17 @@ class Method:
     def prunes_after(self) -> int | None:
         """Index among the compressed layers after which tokens are pruned from the residual stream; None = never."""
         return None
+
+    def for_model(self, model: ModelFacts) -> Method:
+        """Return the method with which the caches of a model are made; called once, before anything else.
+
+        Override it if settings depend on the model, such as shares of its depth: return a changed copy, whose
+        `describe` still shows what the user asked for.
+
+        Raises:
+            MethodError: the settings do not suit the model.
+        """
+        return self
 
     def needs_queries(self, compressed_idx: int) -> bool:
         """Whether `prefill` of this layer reads query rows from all chunks of a chunked prefill, not only the last."""

@@ -9,7 +9,7 @@ from foveakv.engines.transformers.attach import attachment_of
 from foveakv.engines.transformers.cache import CompressedCache
 from foveakv.engines.transformers.calls import new_cache
 from foveakv.engines.transformers.options import CacheOptions, resolve
-from foveakv.engines.transformers.session import Session, check_fits, check_method
+from foveakv.engines.transformers.session import Session, check_method, fitted
 from foveakv.methods import Method
 
 
@@ -65,8 +65,7 @@ def cache_for(
     options = resolve(options, given)
     options.check(method)
     attached = attachment_of(model)
-    check_fits(model, method)
-    cache = new_cache(model, method, options)
+    cache = new_cache(model, fitted(model, method), options)
     cache.hold = attached.hold
     attached.hold(cache)
     return cache

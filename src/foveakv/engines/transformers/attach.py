@@ -39,4 +39,4 @@ def attachment_of(model: compat.PreTrainedModel) -> Attachment:
 def models_using(method: Method) -> list[compat.PreTrainedModel]:
     """The models with an open session that uses this very method object."""
     with lock:
-        return [model for model, held in _attachments.items() if any(s.method is method for s in held.sessions)]
+        return [model for model, held in _attachments.items() if any(s.given is method for s in held.sessions)]

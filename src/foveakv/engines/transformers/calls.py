@@ -20,18 +20,24 @@ class SessionState:
     """What calls need to know of an open `compress` block.
 
     Attributes:
-        method, options: every cache that is made in the session gets these.
+        given: the method object of the caller.
+        method, options: every cache that is made in the session gets these; method: `given` for this model, see
+            `Method.for_model`.
         prompt_total: set inside `chunked_prefill`: prompts are complete at this number of tokens.
         caches: those of the latest call, the prompt's first. A call with a second branch (the unconditional one of
             classifier-free guidance) has one more for each.
         calls: calls in progress.
     """
 
-    method: Method
+    given: Method
     options: CacheOptions
+    method: Method = field(init=False)
     prompt_total: int | None = None
     caches: list[CompressedCache] = field(default_factory=list)
     calls: weakref.WeakSet[Call] = field(default_factory=weakref.WeakSet)
+
+    def __post_init__(self) -> None:
+        self.method = self.given
 
 
 @dataclass(eq=False)

@@ -15,6 +15,7 @@ from foveakv.engines.transformers.attach import attachment_of, models_using
 from foveakv.engines.transformers.attachment import Attachment, lock
 from foveakv.engines.transformers.cache import CompressedCache
 from foveakv.engines.transformers.calls import SessionState
+from foveakv.engines.transformers.fingerprint import facts_of
 from foveakv.engines.transformers.options import ENGINE, CacheOptions
 from foveakv.engines.transformers.report import Report
 from foveakv.errors import CacheInUseError, MethodError, UnsupportedModeError
@@ -47,7 +48,7 @@ class Session:
             if any(model is not self.model for model in models_using(self.method)):
                 raise CacheInUseError("this method object is in use on another model; make a second one")
             attached = attachment_of(self.model)
-            check_fits(self.model, self.method)
+            self._state.method = fitted(self.model, self.method)
             self._release = attached.hold(self._state)
             self._thread = threading.current_thread()
             attached.sessions.append(self._state)
@@ -193,6 +194,19 @@ def check_method(method: Any) -> None:
     if not isinstance(method, Method):
         raise MethodError(f"expected a method such as foveakv.HAE(), got {type(method).__name__}: {method!r}")
     ENGINE.check(method)
+
+
+def fitted(model: compat.PreTrainedModel, method: Method) -> Method:
+    """Return the method for this model, see `Method.for_model`.
+
+    Raises:
+        MethodError: its settings do not suit the model.
+        UnsupportedModelError: the model cannot do what the method needs.
+    """
+    method = method.for_model(facts_of(model))
+    check_method(method)
+    check_fits(model, method)
+    return method
 
 
 def check_fits(model: compat.PreTrainedModel, method: Method) -> None:
