@@ -49,7 +49,8 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for i, name in enumerate(("a.png", "b.png")):
         tiny_folder.picture(i).save(name)
     Path("prompts").mkdir()
-    Path("prompts", "prompts.jsonl").write_text('{"prompt": "what is it?"}\n')
+    tiny_folder.picture().save("prompts/a.png")
+    Path("prompts", "prompts.jsonl").write_text('{"prompt": "what is it?", "images": ["a.png"]}\n')
 
 
 @pytest.fixture

@@ -75,12 +75,9 @@ def test_relative() -> None:
     def relative(a: dict[int, float], b: dict[int, float]) -> Interval:
         return stratified.mean([stratified.common([a, b])], stratified.relative)
 
-    items = {number: 1.0 + number % 3 for number in range(60)}
+    items = {number: 0.3 + 0.3 * (number % 3) for number in range(60)}
     less = {number: 0.9 * value for number, value in items.items()}
-    found = relative(less, items)
-    assert found.mean == pytest.approx(-0.1)
-    assert found.low == pytest.approx(-0.1)
-    assert found.high == pytest.approx(-0.1)
+    assert relative(less, items).mean == pytest.approx(-0.1)
     noisy = {number: value * (0.8 if number % 2 else 1.0) for number, value in items.items()}
     found = relative(noisy, items)
     assert found.mean == pytest.approx(-0.1)
@@ -107,10 +104,38 @@ def test_coverage(kind: str) -> None:
 
 
 def test_draws_stay_within_tasks() -> None:
-    """Tasks that differ among each other but not within have no uncertainty."""
+    """Tasks that differ among each other but not within: the bounds are those of as many items as the smallest has."""
     tasks = [np.full((5, 1), 0.2), np.full((3, 1), 0.8)]
-    found = stratified.mean(tasks, lambda means: means[..., 0])
-    assert (found.mean, found.low, found.high, found.n) == (*[pytest.approx(0.5)] * 3, 8)
+    found = stratified.mean(tasks, stratified.first)
+    u = 1 - 0.05 ** (1 / 6)
+    assert (found.mean, found.n) == (pytest.approx(0.5), 8)
+    assert (found.low, found.high) == (pytest.approx(0.5 * (1 - u)), pytest.approx(0.5 * (1 - u) + u))
+
+
+def test_ties_have_exact_bounds() -> None:
+    """Thirty pairs that tie: at most 1 - 0.05^(1/30) of all items differ, about the rule of three's 3 / 30."""
+    values = {number: number % 2 for number in range(30)}
+    u = 1 - 0.05 ** (1 / 30)
+    assert u == pytest.approx(3 / 30, rel=0.06)
+    tie = paired(values, values, shares=True)
+    assert (tie.mean, tie.low, tie.high) == (0, pytest.approx(-u), pytest.approx(u))
+    (both,) = stratified.differences([[values], [values]]).values()
+    assert (both.low, both.high) == (tie.low, tie.high)
+    right = interval([1.0] * 30, shares=True)
+    assert (right.mean, right.low, right.high) == (1, pytest.approx(1 - u), 1)
+    change = stratified.mean([stratified.common([values, values])], stratified.relative)
+    assert (change.low, change.high) == (pytest.approx(-u / (0.5 * (1 - u) + u)), pytest.approx(u / (0.5 * (1 - u))))
+    apart = paired(dict.fromkeys(range(30), 1.0), dict.fromkeys(range(30), 0.0), shares=True)
+    assert (apart.low, apart.high) == (pytest.approx(1 - 2 * u), 1)
+
+
+def test_exact_bounds_cover() -> None:
+    """The true share is above the bound of a sample in which nothing differs in at most 5% of samples."""
+    generator, items, share = np.random.default_rng(5), 20, 0.1
+    samples = (generator.random((2000, items)) < share).astype(float)
+    ties = [sample for sample in samples if not sample.any()]
+    missed = len(ties) * (interval(ties[0], shares=True).high < share)
+    assert missed / len(samples) <= 0.05
 
 
 @pytest.mark.parametrize("tasks", [[], [np.zeros((0, 2))], [np.ones((4, 2)), np.zeros((0, 2))]])

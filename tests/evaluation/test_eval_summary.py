@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from small_runs import result, run, scores
 
 from foveakv.evaluation.bootstrap import Interval
 from foveakv.evaluation.figures import Candidate
@@ -28,27 +29,7 @@ from foveakv.evaluation.report.tables import (
     task_states,
     task_table,
 )
-from foveakv.evaluation.results import Result
 from foveakv.evaluation.summary import Summary
-
-
-def result(label: str, item: int, score: float | None, task: str = "t", **values: Any) -> Result:
-    method, _, budget = label.partition(" ")
-    settings = {"budget": float(budget)} if budget else {}
-    return Result(task, item, 0, method, settings.get("budget"), label, settings, score=score, **values)
-
-
-def run(*results: Result, items: int = 4, labels: tuple[str, ...] = ("full", "a 0.1", "random 0.1")) -> Summary:
-    tasks = tuple(dict.fromkeys(one.task for one in results))
-    entries = tuple(
-        Entry(label, label.split(" ")[0], {"budget": float(label.split(" ")[1])} if " " in label else {})
-        for label in labels
-    )
-    return Summary(Plan(tasks, entries, items), results)
-
-
-def scores(label: str, *values: float, task: str = "t", first: int = 0) -> list[Result]:
-    return [result(label, first + number, value, task) for number, value in enumerate(values)]
 
 
 def tiny() -> Summary:
@@ -81,6 +62,8 @@ def test_every_figure_of_a_cell() -> None:
     assert cell.stored == pytest.approx((20 + 40) / (100 + 300))
     assert cell.peak == pytest.approx(150 / 400)
     assert cell.host == 3000
+    assert cell.total == pytest.approx((20 + 40 + 2000 + 4000) / 400)
+    assert cell.host_share == pytest.approx(6000 / 400)
     assert cell.time == pytest.approx(0.4)  # the item with both times
     assert cell.retrieved == 20
     assert cell.hits == pytest.approx(30 / 40)
@@ -93,7 +76,7 @@ def test_the_table_shows_these_figures() -> None:
     assert [row[0].main for row in table.rows] == ["full", "a", "random"]
     full, a, _ = table.rows
     assert [cell.main for cell in a] == [
-        "a", "2", "60.0", "▼ −30.0", "75.0", "0.15", "4", "15.0", "37.5", "3.0 kB", "0.40", "−0.750",
+        "a", "2", "60.0", "▼ −30.0", "75.0", "0.15", "4", "15.0", "37.5", "1500.0", "1515.0", "0.40", "−0.750",
     ]  # fmt: skip
     assert a[2].small == "[50.0, 70.0]"
     assert a[3].small == "[−50.0, −10.0]"
@@ -192,7 +175,7 @@ def test_weak_and_blind_tasks_do_not_rank() -> None:
 
 
 def test_full_at_the_limit_ranks() -> None:
-    summary = run(*scores("full", 0.8, 0.9), *scores("random 0.1", 0.0, 0.1))
+    summary = run(*scores("full", 0.8, 0.9), *scores("random 0.1", 0.1, 0.1))
     assert summary.states["t"].full.mean == pytest.approx(0.85)
     assert summary.ranked == ["t"]
     assert run(*scores("full", 0.85, 0.85), *scores("random 0.1", 0.0, 0.1)).ranked == ["t"]
@@ -353,7 +336,7 @@ def test_leaderboard_json_holds_plain_values() -> None:
 
 
 def test_a_control_does_not_rank() -> None:
-    results = [*scores("full", 1.0, 1.0), *scores("a 0.1", 1.0, 0.0), *scores("random 0.1", 0.0, 0.0)]
+    results = [*scores("full", 1.0, 1.0), *scores("a 0.1", 1.0, 0.0), *scores("random 0.1", 0.0, 0.1)]
     plan = run(*results).plan
     assert Summary(plan, results).ranked == ["t"]
     summary = Summary(plan, results, controls=["t"])

@@ -6,8 +6,9 @@ Plain data classes. `foveakv.evaluation.summary` computes them, `foveakv.evaluat
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from foveakv.core.budget import Budget, parse_budget
 from foveakv.evaluation.bootstrap import Floats, Interval
@@ -25,26 +26,29 @@ _KINDS = ("ratio", "tokens", "bytes")
 class Candidate:
     """A method at one budget.
 
-    label: its name in the run. series: the name that it shares with the same method at other budgets.
+    label: its name in the run. series: the name that it shares with the same method at other budgets (without budgets:
+    with other numbers of visual tokens). size: the `target_visual_tokens` of a candidate of such a series.
     """
 
     label: str
     method: str
     series: str
     budget: Budget | None
+    size: float = 0.0
 
     @classmethod
-    def of(cls, label: str, method: str, budget: float | int | str | None) -> Candidate:
+    def of(cls, label: str, method: str, budget: float | int | str | None, size: Any = None) -> Candidate:
         """From a label such as "hae 0.1", whose series is "hae". BudgetError: the budget cannot be read."""
         if budget is None:
-            return cls(label, method, label, None)
+            sized = isinstance(size, int | float) and label.endswith(f" {size}")
+            return cls(label, method, label.removesuffix(f" {size}"), None, float(size) if sized else 0.0)
         return cls(label, method, label.removesuffix(f" {budget}"), parse_budget(budget))
 
     @property
     def place(self) -> tuple[int, float]:
         """Sort key by budget: grouped by kind, smallest first, candidates without a budget last."""
         if self.budget is None:
-            return len(_KINDS), 0.0
+            return len(_KINDS), self.size
         return _KINDS.index(self.budget.kind), float(self.budget.value)
 
 
@@ -56,8 +60,9 @@ class Cell:
     method does not apply to. accuracy: share of facts that are right. change: accuracy minus the full cache's on the
     same items. match: as in `Result`. kl: nats per token over all `scored` tokens of all items. log_likelihood: nats
     per token. stored, peak: bytes on the compute device as a share of a full cache's (sum over sum). host: bytes in the
-    backing store per item. time: median over items of the time per token relative to the full cache's on the same item.
-    retrieved: slots per item; hits: share of them that were retrieved in the step before too.
+    backing store per item. total: bytes on the device and in the backing store together, as such a share. time: median
+    over items of the time per token relative to the full cache's on the same item. retrieved: slots per item; hits:
+    share of them that were retrieved in the step before too.
     """
 
     task: str
@@ -75,9 +80,15 @@ class Cell:
     stored: float | None
     peak: float | None
     host: float | None
+    total: float | None
     time: float | None
     retrieved: float | None
     hits: float | None
+
+    @property
+    def host_share(self) -> float | None:
+        """Bytes in the backing store as a share of a full cache's."""
+        return None if self.total is None or self.stored is None else self.total - self.stored
 
     @property
     def complete(self) -> bool:
@@ -140,8 +151,9 @@ class Place:
 
     rank: None for the full cache, and for a candidate that lacks a ranking task. score: mean accuracy over all its
     items. change: relative to full on the same items, -0.05 is a loss of 5%. floor: accuracy minus random's at the same
-    budget, paired (None: it is random, or random was not run). stored, host, time: means over tasks. missing: ranking
-    tasks without a result. short: tasks with fewer items than planned.
+    budget, paired (None: it is random, or random was not run). stored, total, time: means over tasks. groups: mean
+    accuracy over the ranking tasks of each group, by its name. missing: ranking tasks without a result. short: tasks
+    with fewer items than planned.
     """
 
     rank: int | None
@@ -151,8 +163,9 @@ class Place:
     floor: Interval | None
     n: int
     stored: float | None
-    host: float | None
+    total: float | None
     time: float | None
+    groups: Mapping[str, Interval]
     missing: tuple[str, ...]
     short: tuple[str, ...]
 

@@ -16,8 +16,9 @@ from foveakv.evaluation.schema import Between, Count
 if TYPE_CHECKING:
     from foveakv.evaluation.compare import Candidate
 
-FORMAT = 1
+FORMAT = 2
 """Format number of plan.json; a file with another number was written by another version."""
+_OLDER = {1: "its scores count the first item of a list, which the full prefill predicts; run it again in a new folder"}
 
 Key = tuple[str, int, int, str]
 """`Result.key`: task, item, seed, label."""
@@ -138,7 +139,9 @@ class Plan:
     def from_dict(cls, data: dict[str, Any]) -> Plan:
         """The inverse of `to_dict`. InputError: another version's plan, or a missing, unknown or wrong field."""
         if data.get("format") != FORMAT:
-            raise InputError(f"the plan has format {data.get('format')!r}; this version of foveakv reads {FORMAT}")
+            found = data.get("format")
+            why = f" ({_OLDER[found]})" if isinstance(found, int) and found in _OLDER else ""
+            raise InputError(f"the plan has format {found!r}; this version of foveakv reads {FORMAT}{why}")
         found = schema.read(cls, {name: value for name, value in data.items() if name != "format"})
         for place, entry in enumerate(found.entries):
             schema.check_budget(entry.settings.get("budget"), f"entries[{place}].settings.budget")

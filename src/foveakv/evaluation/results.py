@@ -34,7 +34,7 @@ def does_not_apply(error: str | None) -> bool:
 @dataclass(frozen=True)
 class TurnResult:
     """One turn. text: the question. reply, expected: the model's answer and the right one. score: share of its facts
-    that are right. facts, tokens: number of facts, and of tokens in the reply."""
+    that are right. facts, tokens: number of facts that count, and of tokens in the reply."""
 
     text: str
     reply: str

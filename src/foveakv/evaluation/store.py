@@ -176,7 +176,7 @@ class Store:
     def add_start(self, workers: int) -> None:
         """Records a start of the run, or its resumption, in run.json."""
         time = datetime.now(UTC).isoformat(timespec="seconds")
-        start = {"time": time, "workers": workers, "command": _command(), "machines": []}
+        start = {"time": time, "workers": workers, "command": command_line(), "machines": []}
         _write_json(self.folder / RUN, {"starts": [*read_starts(self.folder), start]})
 
     def add_machine(self, machine: dict[str, Any]) -> None:
@@ -247,6 +247,6 @@ def _write_json(path: Path, data: Any) -> None:
     write_whole(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
 
 
-def _command() -> str:
+def command_line() -> str:
     """The command line of this process."""
     return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])

@@ -1,8 +1,9 @@
 """Stratified bootstrap: intervals of means over several tasks, each with its own items.
 
 Every task has equal weight, regardless of its number of items. Items are resampled within each task (a stratified
-percentile bootstrap), and all methods of a comparison use the same resamples, so that differences are paired. With one
-task this is `bootstrap.paired`.
+percentile bootstrap), and all methods of a comparison use the same resamples, so that differences are paired. With
+one task this is `bootstrap.paired`. Scores are shares, 0 to 1: if all resamples agree, because all items tie, the
+bounds are exact (`bootstrap.tied`), with as many items as if every task had those of the smallest.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 
-from foveakv.evaluation.bootstrap import Floats, Interval
+from foveakv.evaluation.bootstrap import Floats, Interval, agree, tied
 
 LEVEL, DRAWS, SEED = 0.95, 2000, 0
 
@@ -35,15 +36,23 @@ def mean(tasks: Sequence[Floats], statistic: Callable[[Floats], Floats]) -> Inte
     count = sum(map(len, tasks))
     if not tasks or min(map(len, tasks)) == 0:
         return Interval(math.nan, math.nan, math.nan, count)
-    estimate = float(statistic(np.mean([task.mean(0) for task in tasks], axis=0)))
+    means = np.mean([task.mean(0) for task in tasks], axis=0)
+    estimate = float(statistic(means))
     if min(map(len, tasks)) < 2 or math.isnan(estimate):
         return Interval(estimate, math.nan, math.nan, count)
     found = statistic(_draws(tasks))
     found = found[~np.isnan(found)]
     if not len(found):
         return Interval(estimate, math.nan, math.nan, count)
+    if agree(found):
+        return Interval(estimate, *tied(statistic, means, _fewest(tasks), LEVEL), count)
     low, high = np.quantile(found, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Interval(estimate, float(low), float(high), count)
+
+
+def first(means: Floats) -> Floats:
+    """Column 0."""
+    return means[..., 0]
 
 
 def relative(means: Floats) -> Floats:
@@ -93,11 +102,20 @@ def _pairs(
         }
     means = np.mean([column.mean(0) for column in columns], axis=0)
     draws = _draws(columns)
-    bounds = np.quantile(draws[:, left] - draws[:, right], [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
-    return {
-        pair: Interval(float(means[a] - means[b]), float(bounds[0, k]), float(bounds[1, k]), count)
-        for k, (pair, a, b) in enumerate(zip(pairs, left, right, strict=True))
-    }
+    apart = draws[:, left] - draws[:, right]
+    bounds = np.quantile(apart, [(1 - LEVEL) / 2, (1 + LEVEL) / 2], axis=0)
+    found = {}
+    for k, (pair, a, b) in enumerate(zip(pairs, left, right, strict=True)):
+        low, high = bounds[:, k]
+        if agree(apart[:, k]):
+            low, high = tied(difference, means[[a, b]], _fewest(columns), LEVEL)
+        found[pair] = Interval(float(means[a] - means[b]), float(low), float(high), count)
+    return found
+
+
+def _fewest(tasks: Sequence[Floats]) -> int:
+    """The number of items if every task had as many as the smallest."""
+    return len(tasks) * min(map(len, tasks))
 
 
 def _draws(tasks: Sequence[Floats]) -> Floats:

@@ -5,6 +5,7 @@
 - Differences are paired: they use the items that both sides have.
 - A task ranks methods if the full cache gets at least 85% and is significantly better than random tokens at the
   smallest budget (the paired interval of random minus full is below 0). All other tasks are reported without ranking.
+- If everything ties, intervals have exact bounds instead of none (`bootstrap.tied`).
 - A candidate that lacks a ranking task has no rank. Ranks follow the loss relative to the full cache on the same items,
   so that a rank does not depend on which items a candidate has.
 """
@@ -23,7 +24,7 @@ import numpy as np
 
 from foveakv.core.budget import Budget
 from foveakv.evaluation import stratified
-from foveakv.evaluation.bootstrap import Floats, interval, paired
+from foveakv.evaluation.bootstrap import Floats, Interval, interval, paired
 from foveakv.evaluation.figures import (
     FLOOR,
     Board,
@@ -38,6 +39,9 @@ from foveakv.evaluation.figures import (
 from foveakv.evaluation.plan import Plan
 from foveakv.evaluation.results import FULL, Result, does_not_apply
 
+SIZE = "target_visual_tokens"
+"""The setting that is the size of methods without a budget."""
+
 
 class Summary:
     """All figures of a run.
@@ -47,6 +51,7 @@ class Summary:
         results: the results, in any order.
         titles: task name -> a one-line description.
         controls: tasks that are reported but never rank.
+        groups: task name -> its group, for tasks that have one.
     """
 
     def __init__(
@@ -55,16 +60,22 @@ class Summary:
         results: Sequence[Result],
         titles: dict[str, str] | None = None,
         controls: Collection[str] = (),
+        groups: Mapping[str, str] | None = None,
     ) -> None:
         self.plan = plan
+        self._groups = groups or {}
         # Bootstrap draws follow the order of items, so it must not depend on the files.
         self.results = sorted(results, key=lambda result: (result.task, result.seed, result.item, result.label))
         self.titles = titles or {}
         self.controls = frozenset(controls)
-        seen = {result.label: Candidate.of(result.label, result.method, result.budget) for result in self.results}
+        seen = {
+            result.label: Candidate.of(result.label, result.method, result.budget, result.settings.get(SIZE))
+            for result in self.results
+        }
         order = [entry.label for entry in plan.entries]
         self.candidates = [
-            seen.get(entry.label) or Candidate.of(entry.label, entry.method, entry.settings.get("budget"))
+            seen.get(entry.label)
+            or Candidate.of(entry.label, entry.method, entry.settings.get("budget"), entry.settings.get(SIZE))
             for entry in plan.entries
         ] + [candidate for label, candidate in seen.items() if label not in order]
         self.candidates = _split_mixed_series(self.candidates, {entry.label: entry.settings for entry in plan.entries})
@@ -121,6 +132,19 @@ class Summary:
     def ranked(self) -> list[str]:
         """Names of the tasks that rank methods."""
         return [task for task in self.tasks if self.states[task].ranked]
+
+    @property
+    def groups(self) -> dict[str, list[str]]:
+        """Group -> its ranking tasks; empty if they are all of one group."""
+        found: dict[str, list[str]] = {}
+        for task in self.ranked:
+            if task in self._groups:
+                found.setdefault(self._groups[task], []).append(task)
+        return found if sum(map(len, found.values())) > max(map(len, found.values()), default=0) else {}
+
+    def accuracy(self, tasks: Sequence[str], label: str) -> Interval:
+        """Mean accuracy of a candidate over tasks, each with equal weight."""
+        return stratified.mean([stratified.common([self.scores(task, label)]) for task in tasks], stratified.first)
 
     @cached_property
     def boards(self) -> list[Board]:
@@ -190,8 +214,8 @@ class Summary:
             planned=max(self.plan.items if task in self.plan.tasks else 0, len(good)),
             failed=self._failed[task, label],
             skipped=self._skipped[task, label],
-            accuracy=interval(list(scores.values())),
-            change=paired(scores, self.scores(task, self.full.label) if self.full else {}),
+            accuracy=interval(list(scores.values()), shares=True),
+            change=paired(scores, self.scores(task, self.full.label) if self.full else {}, shares=True),
             match=_mean(r.match for r in good),
             kl=sum((r.kl or 0.0) * r.scored for r in scored) / tokens if tokens else None,
             scored=tokens,
@@ -199,6 +223,7 @@ class Summary:
             stored=_share(good, lambda r: r.stored_bytes),
             peak=_share(good, lambda r: r.peak_bytes),
             host=_mean(r.host_bytes for r in good),
+            total=_share(good, lambda r: None if r.stored_bytes is None else r.stored_bytes + (r.host_bytes or 0)),
             time=median(times) if times else None,
             retrieved=fmean(retrieved) if any(retrieved) else None,
             hits=sum(r.hits for r in good) / sum(retrieved) if any(retrieved) else None,
@@ -211,8 +236,8 @@ class Summary:
         return TaskState(
             name=task,
             title=self.titles.get(task, ""),
-            full=interval(list(full.values())),
-            floor=paired(self.scores(task, floor.label), full) if floor else None,
+            full=interval(list(full.values()), shares=True),
+            floor=paired(self.scores(task, floor.label), full, shares=True) if floor else None,
             floor_label=floor.label if floor else None,
             control=task in self.controls,
             floor_planned=bool(floors),
@@ -247,8 +272,13 @@ class Summary:
             floor=over,
             n=sum(cell.n for cell in cells),
             stored=_mean(cell.stored for cell in cells),
-            host=_mean(cell.host for cell in cells),
+            total=_mean(cell.total for cell in cells),
             time=_mean(cell.time for cell in cells),
+            groups={
+                group: self.accuracy(tasks, candidate.label)
+                for group, tasks in self.groups.items()
+                if all(task in there for task in tasks)
+            },
             missing=tuple(task for task in self.ranked if task not in there),
             short=tuple(cell.task for cell in cells if not cell.complete),
         )
@@ -258,13 +288,16 @@ class Summary:
 
 
 def _split_mixed_series(candidates: Sequence[Candidate], settings: Mapping[str, Mapping[str, Any]]) -> list[Candidate]:
-    """A series is one method with one set of settings, once per budget. Otherwise each candidate is its own series."""
+    """A series is one method with one set of settings, once per budget (or per number of visual tokens). Otherwise each
+    candidate is its own series."""
     groups: dict[str, list[Candidate]] = {}
     for candidate in candidates:
         groups.setdefault(candidate.series, []).append(candidate)
     mixed = set()
     for series, members in groups.items():
-        own = [{k: v for k, v in settings.get(c.label, {}).items() if k != "budget"} for c in members]
+        own = [
+            {k: v for k, v in settings.get(c.label, {}).items() if k != (SIZE if c.size else "budget")} for c in members
+        ]
         one = all((c.method, other) == (members[0].method, own[0]) for c, other in zip(members, own, strict=True))
         if not one or len({c.place for c in members}) < len(members):
             mixed.add(series)

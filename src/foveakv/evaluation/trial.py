@@ -18,7 +18,7 @@ from foveakv.engines.transformers.cache import CompressedCache
 from foveakv.engines.transformers.report import Report
 from foveakv.errors import MethodError, UnsupportedModeError
 from foveakv.evaluation.agreement import Agreement, add
-from foveakv.evaluation.compare import Candidate
+from foveakv.evaluation.compare import Candidate, kept_share
 from foveakv.evaluation.decoding import GreedyDecoder
 from foveakv.evaluation.grading import grade
 from foveakv.evaluation.items import Item
@@ -47,6 +47,16 @@ class _Chat:
     replies: list[list[int]]
     report: Report | None = None
     logits: list[list[Tensor]] | None = None
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A method along the full cache's replies. kept: [C] float, the share of (layer, head) pairs that store each column
+    of the prompt. visual: bool [C], the image and video tokens among them."""
+
+    agreement: Agreement
+    kept: Tensor
+    visual: Tensor
 
 
 class Bench:
@@ -107,6 +117,20 @@ class Bench:
             except Exception as error:  # a method may raise anything; the others continue
                 yield self._failed(item, candidate, error)
 
+    def follow(self, item: Item, methods: Sequence[Method]) -> list[Followed | Exception]:
+        """Agreement of methods with the full cache on one item, without replies of their own; what a method raises is
+        its outcome. An error of the full cache is raised."""
+        prompt = _Prompt(self, item)
+        full = prompt.chat([prompt.full], keep_logits=True)[0]
+        agreements = [Agreement() for _ in methods]
+        chats = _each(methods, lambda places: prompt.follow(full, [methods[i] for i in places], places, agreements))
+        return [
+            chat
+            if isinstance(chat, Exception)
+            else Followed(agreement, kept_share(chat.cache), chat.cache.full_prompt.visual[0].cpu())
+            for chat, agreement in zip(chats, agreements, strict=True)
+        ]
+
     def _times(
         self, prompt: _Prompt, full: _Chat, methods: Sequence[Method], chats: Sequence[_Chat | Exception]
     ) -> dict[int, float | Exception | None]:
@@ -138,7 +162,7 @@ class Bench:
             raise UnsupportedModeError(f"item {item.number} of {item.task} has no turn")
         turns = tuple(
             TurnResult(
-                turn.text, text := self.decoder.text(reply), turn.answer, grade(turn, text), len(turn.facts), len(reply)
+                turn.text, text := self.decoder.text(reply), turn.answer, grade(turn, text), turn.counted, len(reply)
             )
             for turn, reply in zip(item.turns, chat.replies, strict=True)
         )

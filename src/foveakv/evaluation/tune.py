@@ -47,6 +47,11 @@ class Tried:
     errors: tuple[str, ...]
     skipped: int = 0
 
+    @property
+    def total(self) -> float:
+        """Stored bytes on device and host together, as a share of the full cache's; NaN if unknown."""
+        return self.bytes + self.host
+
     def holds(self, most: float) -> bool:
         """Whether the upper bound of the loss is known and within `most`, and no prompt failed."""
         return not self.errors and self.upper <= most

@@ -31,7 +31,7 @@ class Section:
     @property
     def empty(self) -> bool:
         """Whether the section describes figures that the run does not have."""
-        return self.anchor in ("budget", "cost", "differences") and not self.tables and not self.plots
+        return self.anchor in ("budget", "cost", "equal", "differences") and not self.tables and not self.plots
 
 
 class Report:
@@ -77,6 +77,7 @@ class Report:
                 ("Each line connects the budgets of one method. Up and left is better.",),
                 plots=tuple(plots.cost_plots(summary, self.looks)), legend=True,
             ),
+            self._equal_bytes(),
             self._differences(),
             self._per_task(),
             *self._static_heads(),
@@ -94,6 +95,16 @@ class Report:
         )
         boards = tuple(("", tables.leaderboard(board, self.summary)) for board in self.summary.boards)
         return Section("leaderboard", "Leaderboard", lead, boards)
+
+    def _equal_bytes(self) -> Section:
+        found = (tables.at_equal_bytes(self.summary, "total"), tables.at_equal_bytes(self.summary, "stored"))
+        return Section(
+            "equal", "Accuracy at equal bytes",
+            ("Mean accuracy over the ranking tasks in %, interpolated between the neighbouring budgets of a method and "
+             "never extrapolated. The best at each number of bytes is marked. A method that keeps the whole cache in "
+             "the host's memory has few bytes on the device and more than a full cache in total.",),
+            tuple(("", table) for table in found if table is not None),
+        )  # fmt: skip
 
     def _differences(self) -> Section:
         summary = self.summary

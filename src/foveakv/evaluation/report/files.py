@@ -29,7 +29,9 @@ def read(folder: Path) -> Report:
     known = _known(plan.tasks)
     titles = {task.name: task.title for task in known}
     controls = [task.name for task in known if not task.ranked]
-    return Report(folder.resolve().name, Summary(plan, results, titles, controls), store.read_starts(folder))
+    groups = {task.name: tasks.GROUPS.get(task.group, task.group) for task in known if task.group}
+    summary = Summary(plan, results, titles, controls, groups)
+    return Report(folder.resolve().name, summary, store.read_starts(folder))
 
 
 def write(report: Report, folder: Path) -> list[Path]:

@@ -12,7 +12,8 @@ from foveakv.evaluation.summary import Summary
 
 MEANING = (
     "Accuracy is the share of the requested facts that a reply gets right. The full cache is the baseline, and random "
-    "tokens are the floor. Intervals are 95% bootstrap intervals over items, and differences use the same items."
+    "tokens are the floor. Intervals are 95% bootstrap intervals over items, and differences use the same items. Total "
+    "bytes are those on the compute device and in the host's memory together."
 )
 
 _SHOWN = ("torch", "transformers", "foveakv", "python")
@@ -95,7 +96,12 @@ def rules() -> list[str]:
         "Same leading tokens: the share of the full cache's reply tokens, counted from the first, that the method "
         "reproduces. KL: mean divergence of the next-token distribution from the full cache's, over the scored "
         "tokens of all items; 0 is equal.",
-        "Stored and peak bytes: storage on the compute device as a share of a full cache's for the same tokens. Time "
+        "Where all items tie, a bootstrap has no spread. The bounds are then exact: with 95% confidence at most a "
+        "share of 1 - 0.05^(1/n) of all items (about 3 / n, the rule of three) differs from the n seen.",
+        "Lists whose first item is the first token of the reply are scored without it, because the prefill that "
+        "predicts it attends to everything.",
+        "Stored and peak bytes: storage on the compute device as a share of a full cache's for the same tokens. Total "
+        "bytes add what a method keeps in the host's memory or on disk, as a share of the same. Time "
         "per token: median, over the items on which it was measured, of the time of a decoding step relative to the "
         "full cache's on the same item. Times are noisy if other work runs on the machine.",
         "Results with an error count only under Failures. An interval needs at least two items.",

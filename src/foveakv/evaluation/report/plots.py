@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from foveakv.evaluation import stratified
 from foveakv.evaluation.bootstrap import Interval
 from foveakv.evaluation.figures import Candidate
 from foveakv.evaluation.report.panels import Curve, Point, curves
@@ -33,6 +32,8 @@ def accuracy_plots(summary: Summary, styles: Mapping[str, Look]) -> list[Plot]:
         panels: list[tuple[str, str, list[str]]] = []
         if len(summary.ranked) > 1:
             panels.append(("mean", f"Mean of {len(summary.ranked)} ranking tasks", summary.ranked))
+        for group, members in summary.groups.items():
+            panels.append((f"group-{group}", f"{group.capitalize()}: {', '.join(members)}", members))
         slugs = _slugs(summary.tasks)
         for task in summary.tasks:
             mark = "" if summary.states[task].ranked else " (not used to rank)"
@@ -49,12 +50,12 @@ def accuracy_plots(summary: Summary, styles: Mapping[str, Look]) -> list[Plot]:
 def _curve(series: str, members: Sequence[tuple[Candidate, Interval]], kind: str) -> Curve:
     """A curve through the members with a budget of this kind, or a level line if no member has one."""
     points = tuple(Point(float(c.budget.value), y) for c, y in members if c.budget and c.budget.kind == kind)
-    level = tuple(Point(math.nan, y) for c, y in members if c.budget is None)[:1]
+    level = tuple(Point(math.nan, y) for c, y in members if c.budget is None and not c.size)[:1]
     return Curve(series, points or level, level=not points)
 
 
 def cost_plots(summary: Summary, styles: Mapping[str, Look]) -> list[Plot]:
-    """Accuracy against stored bytes, and against time per token; means over ranking tasks.
+    """Accuracy against stored bytes, total bytes, and time per token; means over ranking tasks.
 
     If no task ranks, means over the tasks on which every candidate has a result; without such a task there is no plot.
     """
@@ -72,6 +73,7 @@ def cost_plots(summary: Summary, styles: Mapping[str, Look]) -> list[Plot]:
     found = []
     for name, title, label, field, ticks in (
         ("bytes", f"Bytes, {over}", "stored bytes, share of a full cache's (log scale)", "stored", bytes_ticks),
+        ("total", f"Total bytes, {over}", "bytes on device and host, share of full (log scale)", "total", bytes_ticks),
         ("time", f"Time, {over}", "time per token, full cache = 1 (log scale)", "time", time_ticks),
     ):
         lines = []
@@ -94,10 +96,8 @@ def _members(summary: Summary, tasks: Sequence[str]) -> dict[str, list[tuple[Can
     for series in summary.series:
         own = sorted((c for c in summary.candidates if c.series == series), key=lambda c: c.place)
         for candidate in own:
-            scores = [stratified.common([summary.scores(task, candidate.label)]) for task in tasks]
-            if all(map(len, scores)):
-                y = stratified.mean(scores, lambda means: means[..., 0])
-                found.setdefault(series, []).append((candidate, y))
+            if all(summary.scores(task, candidate.label) for task in tasks):
+                found.setdefault(series, []).append((candidate, summary.accuracy(tasks, candidate.label)))
     return found
 
 
@@ -107,7 +107,7 @@ def _slugs(tasks: Sequence[str]) -> dict[str, str]:
     for task in tasks:
         slug = stem = re.sub(r"[^A-Za-z0-9]+", "-", task).strip("-").lower() or "task"
         number = 2
-        while slug in found.values() or slug in ("mean", "bytes", "time"):
+        while slug in found.values() or slug in ("mean", "bytes", "total", "time") or slug.startswith("group-"):
             slug, number = f"{stem}-{number}", number + 1
         found[task] = slug
     return found

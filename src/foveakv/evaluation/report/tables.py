@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any, Literal
 
 from foveakv.core.budget import Budget
+from foveakv.evaluation import equal_bytes
 from foveakv.evaluation.bootstrap import Interval
 from foveakv.evaluation.figures import FLOOR, Board, Candidate, Cell, Differences
 from foveakv.evaluation.results import FULL
@@ -57,8 +59,8 @@ def budget_text(budget: Budget | None) -> str:
 
 
 def candidate_text(candidate: Candidate) -> Text:
-    """The series of a candidate, for tables whose title has the budget."""
-    return Text(candidate.series, series=candidate.series)
+    """The series of a candidate, for tables whose title has the budget; without a budget its label."""
+    return Text(candidate.series if candidate.budget else candidate.label, series=candidate.series)
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -118,7 +120,7 @@ def items(cell: Cell) -> Text:
 def leaderboard(board: Board, summary: Summary) -> Table:
     """The leaderboard at one budget, best first; the full cache is the first row, without a rank."""
     rows = []
-    host = any(row.host for row in board.rows)
+    groups = list(summary.groups)
     for row in board.rows:
         rank = Text(NONE if row.rank is None else str(row.rank))
         name = candidate_text(row.candidate)
@@ -127,9 +129,11 @@ def leaderboard(board: Board, summary: Summary) -> Table:
         count = Text(str(row.n), "incomplete" if row.short or row.missing else "", "worse" if row.short else "")
         is_full = row.candidate.method == FULL
         rows.append((
-            name, rank, Text(percent(row.score)), Text(NONE, "baseline", "muted") if is_full else change(row.change),
+            name, rank, Text(percent(row.score)),
+            *(accuracy(row.groups[group]) if group in row.groups else Text(NONE, kind="muted") for group in groups),
+            Text(NONE, "baseline", "muted") if is_full else change(row.change),
             Text(NONE, kind="muted") if row.floor is None else change(row.floor), count,
-            Text(percent(row.stored)), *([Text(size_text(row.host or 0))] if host else []), Text(number(row.time)),
+            Text(percent(row.stored)), Text(percent(row.total)), Text(number(row.time)),
         ))  # fmt: skip
     notes = []
     if not board.has_floor:
@@ -143,8 +147,9 @@ def leaderboard(board: Board, summary: Summary) -> Table:
     return Table(
         title,
         (
-            "method", "rank", "accuracy, %", "relative change against full, %", "above random, points", "items",
-            "stored bytes, % of full", *(["host bytes per item"] if host else []), "time per token, full = 1",
+            "method", "rank", "accuracy, %", *(f"{group}, %" for group in groups), "relative change against full, %",
+            "above random, points", "items", "stored bytes, % of full", "total bytes, % of full",
+            "time per token, full = 1",
         ),
         tuple(rows),
         tuple(notes),
@@ -184,14 +189,14 @@ def task_table(summary: Summary, task: str, budget: Budget | None) -> Table:
             candidate_text(known[cell.label]), items(cell), accuracy(cell.accuracy),
             Text(NONE, kind="muted") if is_full else change(cell.change),
             Text(percent(cell.match)), Text(small_number(cell.kl)), Text(f"{cell.scored:,}"),
-            Text(percent(cell.stored)), Text(percent(cell.peak)), Text(size_text(cell.host) if cell.host else "0 B"),
-            Text(number(cell.time)),
+            Text(percent(cell.stored)), Text(percent(cell.peak)), Text(percent(cell.host_share)),
+            Text(percent(cell.total)), Text(number(cell.time)),
         ]  # fmt: skip
         rows.append(tuple([*row, Text(number(cell.log_likelihood, 3))] if likelihood else row))
     columns = [
         "method", "items", "accuracy, %", "change against full, points", "same leading tokens, %", "KL, nats per token",
-        "scored tokens", "stored bytes, % of full", "peak bytes, % of full", "host bytes per item",
-        "time per token, full = 1",
+        "scored tokens", "stored bytes, % of full", "peak bytes, % of full", "host bytes, % of full",
+        "total bytes, % of full", "time per token, full = 1",
     ]  # fmt: skip
     title = f"{task}, {budget_text(budget)}" if budget else f"{task}, methods without a budget"
     return Table(title, tuple(columns + ["log-likelihood, nats per token"] * likelihood), tuple(rows))
@@ -216,6 +221,26 @@ def matrix(found: Differences, title: str, names: dict[str, str]) -> Table:
     )
     return Table(title, ("row minus column, points", *(names[label] for label in found.labels)), tuple(rows),
                  tuple(notes), grid=True)  # fmt: skip
+
+
+def at_equal_bytes(summary: Summary, kind: equal_bytes.Kind) -> Table | None:
+    """Accuracy of every series at shares of a full cache's bytes, the best at a share marked; None without any."""
+    found = equal_bytes.table(summary, kind)
+    shares = sorted({share for row in found.values() for share in row})
+    best = {share: max(row[share].accuracy.mean for row in found.values() if share in row) for share in shares}
+    rows = []
+    for series, row in sorted(found.items(), key=lambda pair: -fmean(one.accuracy.mean for one in pair[1].values())):
+        cells = []
+        for share in shares:
+            if share not in row:
+                cells.append(Text(NONE, kind="muted"))
+                continue
+            one = accuracy(row[share].accuracy)
+            cells.append(replace(one, kind="better" if row[share].accuracy.mean >= best[share] - 1e-9 else ""))
+        rows.append((Text(series, series=series), *cells))
+    title = "Total bytes (device and host)" if kind == "total" else "Bytes on the compute device"
+    columns = ("method", *(f"{percent(share, 0)}% of full" for share in shares))
+    return Table(title, columns, tuple(rows)) if rows else None
 
 
 def chunks(summary: Summary) -> Table | None:
@@ -245,6 +270,8 @@ def leaderboard_json(summary: Summary) -> dict[str, Any]:
     return {
         "plan": summary.plan.to_dict(),
         "ranking_tasks": summary.ranked,
+        "groups": summary.groups,
+        "equal_bytes": equal_bytes.plain(summary),
         "tasks": [
             {
                 "task": state.name, "full": _interval(state.full), "random_less_full": _interval(state.floor),
@@ -260,7 +287,8 @@ def leaderboard_json(summary: Summary) -> dict[str, Any]:
                         "rank": row.rank, "label": row.candidate.label, "method": row.candidate.method,
                         "accuracy": _plain(row.score), "relative_change": _interval(row.change),
                         "above_random": _interval(row.floor), "items": row.n, "stored_share": _plain(row.stored),
-                        "host_bytes": _plain(row.host), "time_ratio": _plain(row.time),
+                        "total_share": _plain(row.total), "time_ratio": _plain(row.time),
+                        "groups": {group: _interval(found) for group, found in row.groups.items()},
                         "missing": list(row.missing), "incomplete": list(row.short),
                     }
                     for row in board.rows
@@ -274,7 +302,7 @@ def leaderboard_json(summary: Summary) -> dict[str, Any]:
 
 
 def _cell(cell: Cell) -> dict[str, Any]:
-    return {name: _json(value) for name, value in vars(cell).items()}
+    return {**{name: _json(value) for name, value in vars(cell).items()}, "host_share": _plain(cell.host_share)}
 
 
 def _json(value: Any) -> Any:

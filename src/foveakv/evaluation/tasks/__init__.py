@@ -10,14 +10,24 @@ import functools
 
 from foveakv.errors import InputError
 from foveakv.evaluation.items import Task
-from foveakv.evaluation.tasks import chart, needle, photos, printed, reading, text, turns
+from foveakv.evaluation.tasks import album, chart, needle, photos, printed, reading, text, turns
 
 OFFLINE = [
     "cards-1", "cards-4", "cards-16", "print", "chart", "photos", "row", "reading", "turns", "story", "text",
 ]  # fmt: skip
-SUITES = {"offline": OFFLINE, "validation": [f"{name}@validation" for name in OFFLINE]}
-"""`validation` uses other handwriting, fonts and photographs. Use it to choose settings, so that `offline` stays
-unseen."""
+ALBUM = ["album-32", "album-list-32", "album-turns-32"]
+SUITES = {
+    "offline": OFFLINE,
+    "album": ALBUM,
+    "validation": [f"{name}@validation" for name in OFFLINE],
+    "album-validation": [f"{name}@validation" for name in ALBUM],
+}
+"""The suites whose names end in `validation` use other handwriting, fonts and photographs. Use them to choose settings,
+so that `offline` and `album` stay unseen."""
+
+GROUPS = {"needle": "needles", "list": "lists", "album": "albums"}
+"""Kinds of answers, and their names in reports. Needles: one fact about one image; lists: a reply about all images, or
+several questions; albums: both, in long prompts that are nearly all images."""
 
 _REGISTERED: dict[str, Task] = {}
 
@@ -52,6 +62,6 @@ def register(task: Task) -> Task:
 def _builtin() -> dict[str, Task]:
     found: list[Task] = []
     for split, suffix in (("test", ""), ("validation", "@validation")):
-        for module in (needle, printed, chart, photos, reading, turns, text):
+        for module in (needle, printed, chart, photos, reading, turns, album, text):
             found += module.build(split, suffix)
     return {task.name: task for task in found}

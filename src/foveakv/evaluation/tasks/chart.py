@@ -26,4 +26,4 @@ def make(rng: np.random.Generator, split: str) -> tuple[tuple[Image, ...], tuple
 def build(split: str, suffix: str) -> list[Task]:
     """The task for one split of the data; `suffix` ends its name."""
     title = f"one of a bar chart's {COLUMNS} columns"
-    return [Task(f"chart{suffix}", title, functools.partial(make, split=split))]
+    return [Task(f"chart{suffix}", title, functools.partial(make, split=split), group="needle")]

@@ -21,6 +21,6 @@ def build(split: str, suffix: str) -> list[Task]:
     """The tasks for one split of the data; `suffix` ends their names."""
     titles = {1: "a single card", 4: "one of 4 cards", 16: "one of 16 cards"}
     return [
-        Task(f"cards-{count}{suffix}", title, functools.partial(make, count=count, split=split))
+        Task(f"cards-{count}{suffix}", title, functools.partial(make, count=count, split=split), group="needle")
         for count, title in titles.items()
     ]

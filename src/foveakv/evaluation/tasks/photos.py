@@ -34,4 +34,4 @@ def make(rng: np.random.Generator, split: str) -> tuple[tuple[Image, ...], tuple
 def build(split: str, suffix: str) -> list[Task]:
     """The task for one split of the data; `suffix` ends its name."""
     title = f"one of {CARDS} cards among {PHOTOS} photographs"
-    return [Task(f"photos{suffix}", title, functools.partial(make, split=split))]
+    return [Task(f"photos{suffix}", title, functools.partial(make, split=split), group="needle")]

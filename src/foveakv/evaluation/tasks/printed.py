@@ -24,4 +24,5 @@ def make(rng: np.random.Generator, split: str) -> tuple[tuple[Image, ...], tuple
 
 def build(split: str, suffix: str) -> list[Task]:
     """The task for one split of the data; `suffix` ends its name."""
-    return [Task(f"print{suffix}", f"one of {CARDS} printed characters", functools.partial(make, split=split))]
+    title = f"one of {CARDS} printed characters"
+    return [Task(f"print{suffix}", title, functools.partial(make, split=split), group="needle")]

@@ -15,9 +15,12 @@ SHORT, GRID, LONG = 6, 9, 16
 
 
 def make_list(rng: np.random.Generator, count: int, split: str) -> tuple[tuple[Image, ...], tuple[Turn, ...]]:
-    """Draws one item: the reply lists all digits in order (a grid row by row, one image per tile)."""
+    """Draws one item: the reply lists all digits in order (a grid row by row, one image per tile).
+
+    The first token of the reply is the first digit, so that digit does not count.
+    """
     images, _, digits, prompt = row(rng, count, split)
-    return images, (Turn(prompt + ALL_CARDS, tuple(digits), ", ", ordered=True, max_new_tokens=4 * count),)
+    return images, (Turn(prompt + ALL_CARDS, tuple(digits), ", ", ordered=True, uncounted=1, max_new_tokens=4 * count),)
 
 
 def make_story(rng: np.random.Generator, split: str) -> tuple[tuple[Image, ...], tuple[Turn, ...]]:
@@ -32,6 +35,9 @@ def build(split: str, suffix: str) -> list[Task]:
     lists = (("row", SHORT, f"a row of {SHORT} cards read out"), ("reading", GRID, "a 3 x 3 grid read out"))
     story = functools.partial(make_story, split=split)
     return [
-        *(Task(name + suffix, title, functools.partial(make_list, count=n, split=split)) for name, n, title in lists),
-        Task(f"story{suffix}", f"{LONG} cards described one after another", story, long=True),
+        *(
+            Task(name + suffix, title, functools.partial(make_list, count=n, split=split), group="list")
+            for name, n, title in lists
+        ),
+        Task(f"story{suffix}", f"{LONG} cards described one after another", story, long=True, group="list"),
     ]

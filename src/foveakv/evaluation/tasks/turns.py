@@ -26,4 +26,4 @@ def make(rng: np.random.Generator, split: str) -> tuple[tuple[Image, ...], tuple
 def build(split: str, suffix: str) -> list[Task]:
     """The task for one split of the data; `suffix` ends its name."""
     title = f"{QUESTIONS} questions about {CARDS} cards, one per turn"
-    return [Task(f"turns{suffix}", title, functools.partial(make, split=split))]
+    return [Task(f"turns{suffix}", title, functools.partial(make, split=split), group="list")]

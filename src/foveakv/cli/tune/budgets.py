@@ -1,74 +1,42 @@
-"""`foveakv tune`: find the smallest budget per method that agrees with the full cache on your prompts."""
+"""`foveakv tune`: the smallest budget per method that agrees with the full cache."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.markup import escape
 
 from foveakv.cli import common
-from foveakv.cli.common import AllowUrlsOption, DebugOption, DeviceOption, DtypeOption, ModelOption, TrustOption
 from foveakv.util import files
 from foveakv.util.tables import Column, FittedTable
 
 if TYPE_CHECKING:
+    from foveakv.cli.tune.request import Request
     from foveakv.evaluation.tune import Tuned
 
 
-@common.friendly
-def tune(
-    data: Annotated[Path, typer.Option(help='A folder with prompts.jsonl: {"prompt": "...", "images": ["a.png"]}.')],
-    allow_urls: AllowUrlsOption = False,
-    model: ModelOption = "demo",
-    methods: Annotated[str, typer.Option(help="Methods, separated by commas.")] = "hae,hybridkv,snapkv",
-    budgets: Annotated[
-        str | None, typer.Option(help="Budgets to try, separated by commas (default: 0.02 to 0.7).")
-    ] = None,
-    max_loss: Annotated[
-        float, typer.Option(help="Largest share of reply tokens that may differ, as an upper bound over the prompts.")
-    ] = 0.01,
-    max_new_tokens: Annotated[
-        int, typer.Option("--max-new-tokens", "-n", min=2, help="Maximum length of a reply, in tokens.")
-    ] = 64,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", help="An option as method.key=value. Repeat it for several.")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the bootstrap.")] = 0,
-    json: Annotated[Path | None, typer.Option("--json", help="Write all figures to this JSON file.")] = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    trust_remote_code: TrustOption = False,
-    debug: DebugOption = False,
-) -> None:
-    """Find the smallest budget per method whose replies agree with the full cache on your own prompts.
-
-    Example: foveakv tune --model demo --data prompts --max-loss 0.01
-    """
-    from foveakv.cli.settings import parse_budgets, parse_options, split_names
+def run(request: Request, max_loss: float, methods: list[str], budgets: list[float | int | str] | None) -> None:
+    """Try every method at every budget on the prompts, and print what holds."""
     from foveakv.evaluation.trial import Bench
-    from foveakv.evaluation.tune import BUDGETS, FEW, candidates_to_tune, read_prompts
-    from foveakv.evaluation.tune import tune as run
+    from foveakv.evaluation.tune import BUDGETS, FEW, candidates_to_tune, tune
 
-    files.check_output_files(json)
-    names = split_names(methods, "methods")
-    values = parse_budgets(split_names(budgets, "budgets")) if budgets else list(BUDGETS)
-    options = parse_options(set_ or [])
-    candidates_to_tune(names, values, options, max_loss)  # checks them before the model is loaded
-    prompts = read_prompts(data, max_new_tokens, allow_urls=allow_urls)
-    loaded = common.load_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    values = budgets or list(BUDGETS)
+    candidates_to_tune(methods, values, request.options, max_loss)  # checks them before the model is loaded
+    prompts = request.prompts()
+    loaded = request.load()
     with common.messages().status("reading the prompts") as status:
-        found = run(
-            Bench(loaded, time_every=0), prompts, names, budgets=values, options=options, max_loss=max_loss, seed=seed,
+        found = tune(
+            Bench(loaded, time_every=0), prompts, methods, budgets=values, options=request.options,
+            max_loss=max_loss, seed=request.seed,
             progress=lambda done, total: status.update(f"prompt {done + 1} of {total}"),
         )  # fmt: skip
     _print(found, len(prompts), FEW)
-    if json is not None:
-        files.write_json(json, _plain(found, model, max_loss, len(prompts)))
-        common.say_written(json)
+    if request.json is not None:
+        files.write_json(request.json, _plain(found, request.model, max_loss, len(prompts)))
+        common.say_written(request.json)
     failed = [tuned.method for tuned in found if any(tried.errors for tried in tuned.tried)]
     if failed and not any(tried.loss.n for tuned in found for tried in tuned.tried):
         common.fail(f"every prompt failed with {', '.join(failed)}; the reasons are above")
@@ -78,7 +46,7 @@ def tune(
 
 def _print(found: Sequence[Tuned], prompts: int, few: int) -> None:
     out = common.output()
-    titles = ("budget", "tokens that differ", "upper bound", "stored / full", "host / full", "holds")
+    titles = ("budget", "tokens that differ", "upper bound", "stored / full", "host / full", "total / full", "holds")
     table = FittedTable(
         [Column("method", right=False), *map(Column, titles)],
         title=f"agreement with the full cache on {prompts} prompt{'s' if prompts != 1 else ''}",
@@ -88,8 +56,8 @@ def _print(found: Sequence[Tuned], prompts: int, few: int) -> None:
             best = tuned.best is tried
             holds = "yes, the smallest" if best else "yes" if tried.holds(tuned.most) else "no"
             table.add(
-                tuned.method, str(tried.budget), _percent(tried.loss.mean, 2), _percent(tried.upper, 2),
-                _percent(tried.bytes, 1), _percent(tried.host, 1),
+                tuned.method, str(tried.budget), percent(tried.loss.mean, 2), percent(tried.upper, 2),
+                percent(tried.bytes, 1), percent(tried.host, 1), percent(tried.total, 1),
                 f"{len(tried.errors)} failed" if tried.errors else holds,
                 style="bold" if best else "",
             )  # fmt: skip
@@ -121,11 +89,12 @@ def _print(found: Sequence[Tuned], prompts: int, few: int) -> None:
         out.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _percent(share: float, digits: int) -> str:
+def percent(share: float, digits: int = 1) -> str:
+    """A share as percent; a dash if it is unknown."""
     return "-" if math.isnan(share) else f"{share:.{digits}%}"
 
 
-def _known(value: float) -> float | None:
+def known(value: float) -> float | None:
     """JSON has no NaN."""
     return None if math.isnan(value) else value
 
@@ -141,8 +110,9 @@ def _plain(found: Sequence[Tuned], model: str, max_loss: float, prompts: int) ->
                 "best": None if tuned.best is None else tuned.best.budget,
                 "tried": [
                     {
-                        "budget": tried.budget, "loss": _known(tried.loss.mean), "loss_upper": _known(tried.upper),
-                        "prompts": tried.loss.n, "bytes_share": _known(tried.bytes), "host_share": _known(tried.host),
+                        "budget": tried.budget, "loss": known(tried.loss.mean), "loss_upper": known(tried.upper),
+                        "prompts": tried.loss.n, "bytes_share": known(tried.bytes), "host_share": known(tried.host),
+                        "total_share": known(tried.total),
                         "errors": list(tried.errors), "does_not_apply": tried.skipped,
                     }
                     for tried in tuned.tried
