@@ -8,6 +8,10 @@ We do not know the wording of Eq. 1. Our reading: the tokens in focus in a step 
 head attends most (summed over its query heads), with the k of Eq. 3, and the cumulative focus count is the number of
 distinct tokens that have been in focus so far. A head that attends to the same tokens in every step stays at k.
 
+The count weighs all tokens in focus alike, also those with next to no attention. So we also measure what the claim is
+for (not in the paper): how much of a head's attention to the prompt goes, over all decode steps, to the k tokens that
+the prompt's text attends to most, which a head that is pruned once could keep.
+
 Notation: P prompts, L layers, H KV heads, C prompt tokens, T decode steps, X shares of the keys.
 """
 
@@ -15,17 +19,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from foveakv.analysis.head_sweep import Point
 from foveakv.analysis.heads import PromptHeads
 from foveakv.analysis.passes import Progress, Prompts, run
 from foveakv.analysis.rank_correlation import rank_correlation
-from foveakv.core.attention_stats import text_rows
+from foveakv.core.attention_stats import column_sums, text_rows
 from foveakv.core.row_tiles import TiledRows
 from foveakv.errors import InputError, MethodError
 from foveakv.evaluation.bootstrap import Interval
@@ -43,13 +48,17 @@ class Focus:
 
     maps: head scores and types of the same prompts. curves: float64 [P, L, H, X], share of the text rows' attention in
     the keys with the highest probabilities, the given `SHARES` of them. k: tokens in focus, per prompt. counts: one
-    int64 [T, L, H] per prompt, the cumulative focus count after each decode step; empty if none was run.
+    int64 [T, L, H] per prompt, the cumulative focus count after each decode step; empty if none was run. covered:
+    float64 [L, H] per prompt, share of the attention to the prompt, over all steps, on the k tokens that its text rows
+    attend to most. points: from `head_sweep.sweep`, if it was asked for.
     """
 
     maps: PromptHeads
     curves: Tensor
     k: tuple[int, ...]
     counts: tuple[Tensor, ...]
+    covered: tuple[Tensor, ...] = ()
+    points: tuple[Point, ...] = ()
 
     @property
     def steps(self) -> list[int]:
@@ -62,6 +71,11 @@ class Focus:
         return torch.stack([count[-1].double() / k for count, k in zip(self.counts, self.k, strict=True)])
 
     @property
+    def coverage(self) -> Tensor:
+        """`covered` of all prompts: float64 [P, L, H]."""
+        return torch.stack(self.covered)
+
+    @property
     def correlations(self) -> list[Interval]:
         """Rank correlation of S and the last focus count over all heads, per prompt, with intervals over heads."""
         return [rank_correlation(s, count) for s, count in zip(self.maps.scores, self.final, strict=True)]
@@ -70,6 +84,11 @@ class Focus:
     def correlation(self) -> Interval:
         """Rank correlation over heads of the means over prompts of S and of the last focus count."""
         return rank_correlation(self.maps.scores.mean(0), self.final.mean(0))
+
+    @property
+    def covered_correlation(self) -> Interval:
+        """As `correlation`, of S and `covered`."""
+        return rank_correlation(self.maps.scores.mean(0), self.coverage.mean(0))
 
     def class_mean(self, values: Tensor, static: bool, prompt: int | None = None) -> float | None:
         """Return the mean of values [P, L, H] over the static or dynamic heads of one prompt or all; None without."""
@@ -94,35 +113,41 @@ class Focus:
                 "steps": self.steps,
                 "correlation": vars(self.correlation),
                 "correlations": [vars(each) for each in self.correlations],
+                "covered_correlation": vars(self.covered_correlation),
                 "class_counts": {name: self.class_mean(self.final, static) for name, static in classes},
+                "class_covered": {name: self.class_mean(self.coverage, static) for name, static in classes},
+                "covered": [each.tolist() for each in self.covered],
                 "counts": [count.tolist() for count in self.counts],
             }
-        return {**self.maps.to_dict(), "focus": plain}
+        points = {"sweep": [asdict(point) for point in self.points]} if self.points else {}
+        return {**self.maps.to_dict(), "focus": plain, **points}
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the rows of `maps`, with decode steps also the focus counts."""
-        rows = self.maps.rows()
+        """Return the rows of `maps` with the curves and, with decode steps, the focus counts."""
+        names = [f"attention_top_{share:g}" for share in SHARES]
+        more = [dict(zip(names, curve, strict=True)) for curve in self.curves.flatten(0, 2).tolist()]
         if self.counts:
-            last = torch.stack([count[-1] for count in self.counts]).flatten().tolist()
-            multiples = self.final.flatten().tolist()
-            rows = [
-                {**row, "focus_count": count, "focus_count_per_k": multiple}
-                for row, count, multiple in zip(rows, last, multiples, strict=True)
-            ]
-        return rows
+            last = torch.stack([count[-1] for count in self.counts])
+            columns = [values.flatten().tolist() for values in (last, self.final, self.coverage)]
+            for each, count, multiple, covered in zip(more, *columns, strict=True):
+                each |= {"focus_count": count, "focus_count_per_k": multiple, "covered": covered}
+        return [{**row, **each} for row, each in zip(self.maps.rows(), more, strict=True)]
 
 
 @dataclass
 class _Focused(State):
-    """rows: text rows and which of them count. k: tokens in focus. Per layer: curves [1, H, X], seen bool [1, H, C].
+    """rows: text rows and which of them count. k: tokens in focus. counts: per decode step and layer, [H].
 
-    counts: per decode step and layer, [H].
+    Per layer: curves [1, H, X]; seen, best: bool [1, H, C], tokens that have been in focus, and the k that text rows
+    attend to most; received: float64 [1, H, 2], attention to the prompt in decode steps, on the best and on all tokens.
     """
 
     rows: tuple[Tensor, Tensor]
     k: int
     curves: list[Tensor] = field(default_factory=list)
     seen: list[Tensor] = field(default_factory=list)
+    best: list[Tensor] = field(default_factory=list)
+    received: list[Tensor] = field(default_factory=list)
     counts: list[list[list[int]]] = field(default_factory=list)
 
 
@@ -154,7 +179,11 @@ class FocusProbe(Method):
         rows, valid = state.rows
         job = TiledRows.of(view.query, view.keys, rows, valid, view.scaling, view.visible, None)
         state.curves.append(attention_curves(job, [_tokens(share, context) for share in SHARES]).cpu())
-        state.seen.append(torch.zeros(1, view.keys.shape[1], context, dtype=torch.bool))
+        sums = column_sums(view.query, view.keys, rows, valid, view.scaling, view.visible)[..., :context].cpu()
+        blank = torch.zeros_like(sums, dtype=torch.bool)
+        state.best.append(blank.scatter(2, sums.topk(state.k, -1).indices, True))
+        state.seen.append(blank)
+        state.received.append(torch.zeros(*sums.shape[:2], 2, dtype=torch.float64))
 
     def decode(self, view: DecodeView) -> None:
         """Count the tokens in focus in one step of one layer."""
@@ -163,6 +192,8 @@ class FocusProbe(Method):
             raise MethodError(f"{self.name} needs the attention sum of every decode step")
         seen = state.seen[view.compressed_idx]
         received = attention_sum[:, :, : seen.shape[2]].cpu()
+        best = received.masked_fill(~state.best[view.compressed_idx], 0)
+        state.received[view.compressed_idx] += torch.stack([best, received], -1).sum(2, dtype=torch.float64)
         seen.scatter_(2, received.topk(state.k, -1).indices, True)
         if view.compressed_idx == 0:
             state.counts.append([])
@@ -215,7 +246,7 @@ def focus(
     Raises:
         InputError: an answer has no decode step although `new_tokens` is above 1.
     """
-    curves, ks, counts = [], [], []
+    curves, ks, counts, covered = [], [], [], []
     for label, inputs in prompts.items():
         if progress is not None:
             progress(label)
@@ -229,4 +260,6 @@ def focus(
             if not found.counts:
                 raise InputError(f"{label}: the answer has one token and no decode step; use --ignore-eos (to_the_end)")
             counts.append(torch.tensor(found.counts))
-    return Focus(maps, torch.stack(curves), tuple(ks), tuple(counts))
+            received = torch.cat(found.received)
+            covered.append(received[..., 0] / received[..., 1])
+    return Focus(maps, torch.stack(curves), tuple(ks), tuple(counts), tuple(covered))

@@ -7,9 +7,8 @@ a floor per head (min_budget=1) and without counting digests.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 from torch import Tensor
 
@@ -58,11 +57,6 @@ def sweep(
     return [_point(maps, rules, theta, rules.rho) for theta in thetas] + [
         _point(maps, rules, None, rho) for rho in rhos
     ]
-
-
-def plain(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """Return plain values for JSON."""
-    return [asdict(point) for point in points]
 
 
 def check_budget(rules: HybridKV) -> None:

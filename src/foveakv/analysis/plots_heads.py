@@ -24,12 +24,9 @@ def draw_heads(path: str | Path, result: Focus) -> None:
     heads = maps.scores.shape[2]
     tall = min(max(0.28 * heads, 1.1), 4.0)
     several = len(maps.labels) > 1
-    panels = [
-        _sorted_scores,
-        _curves,
-        *([_agreement] if several else []),
-        *([_counts, _scatter] if result.counts else []),
-    ]
+    panels = [_sorted_scores, _curves, *([_agreement] if several else [])]
+    panels += [_counts, _count_scatter, _coverage_scatter] if result.counts else []
+    panels += [_sweep] if result.points else []
     lines = (len(panels) + 1) // 2
     each = max(3.0, 0.42 * len(maps.labels) + 1.4) if several else 3.0
     figure = _figure(11, 2 * (tall + 0.75) + lines * each)
@@ -99,14 +96,39 @@ def _counts(figure: Any, ax: Any, result: Focus) -> None:
     ax.legend(fontsize=8, loc="upper left", frameon=False)
 
 
-def _scatter(figure: Any, ax: Any, result: Focus) -> None:
-    scores, final, often = result.maps.scores.mean(0), result.final.mean(0), result.maps.static_frequency
+def _sweep(figure: Any, ax: Any, result: Focus) -> None:
+    """Draws the static heads and the budget of static heads over theta."""
+    points = [point for point in result.points if point.theta is not None]
+    thetas = [point.theta for point in points]
+    for i, (key, label) in enumerate((("static_share", "heads"), ("static_slots", "budget"))):
+        values = [100 * getattr(point, key) for point in points]
+        style = {"color": COLOURS[i + 1], "linestyle": DASHES[i], "marker": MARKERS[i + 1], "markersize": 3.5}
+        ax.plot(thetas, values, label=f"static heads' share of {label}", **style)
+    ax.set_xlabel("theta", fontsize=9)
+    ax.set_ylabel("%", fontsize=9)
+    ax.set_ylim(-2, 104)
+    ax.set_title(f"types and budgets over theta (rho = {points[0].rho:g})", fontsize=10, loc="left")
+    finish(ax)
+    ax.legend(fontsize=8, loc="lower left", frameon=False)
+
+
+def _count_scatter(figure: Any, ax: Any, result: Focus) -> None:
+    _scatter(ax, result, result.final, "focus count / k, last step", result.correlation)
+
+
+def _coverage_scatter(figure: Any, ax: Any, result: Focus) -> None:
+    label = "attention on the text's top k (%)"
+    _scatter(ax, result, 100 * result.coverage, label, result.covered_correlation)
+
+
+def _scatter(ax: Any, result: Focus, values: Any, label: str, found: Any) -> None:
+    """Draws values [P, L, H] over S, both as means over prompts."""
+    scores, means, often = result.maps.scores.mean(0), values.mean(0), result.maps.static_frequency
     for name, chosen, colour in (("static", often >= 0.5, 1), ("dynamic", often < 0.5, 2)):
         marker = {"s": 14, "marker": MARKERS[colour], "color": COLOURS[colour], "label": f"{name} heads"}
-        ax.scatter(scores[chosen], final[chosen], **marker)
-    found = result.correlation
+        ax.scatter(scores[chosen], means[chosen], **marker)
     ax.set_xlabel("S, from the prompt", fontsize=9)
-    ax.set_ylabel("focus count / k, last step", fontsize=9)
+    ax.set_ylabel(label, fontsize=9)
     ax.set_title(
         f"does S predict it? rank correlation {found.mean:.2f} ({found.low:.2f} to {found.high:.2f})",
         fontsize=10, loc="left",

@@ -82,7 +82,7 @@ def _variance(ax: Any, layers: list[int], result: Sparsity) -> None:
         values = [getattr(p, f"{key}_variance") for p in result.prompts]
         means = [sum(column) / len(values) for column in zip(*values, strict=True)]
         ax.plot(
-            layers, means, color=COLOURS[i + 1], linestyle=DASHES[i], marker=MARKERS[i], markersize=3.5,
+            layers, means, color=COLOURS[i + 1], linestyle=DASHES[i], marker=MARKERS[i + 1], markersize=3.5,
             linewidth=1.4, label=f"{key} tokens",
         )  # fmt: skip
     ax.set_yscale("log")
@@ -95,7 +95,7 @@ def _variance_of_prompts(ax: Any, result: Sparsity) -> None:
     places = range(len(result.prompts))
     for i, key in enumerate(("visual", "text")):
         values = [getattr(p, f"{key}_variance")[0] for p in result.prompts]
-        ax.plot(places, values, color=COLOURS[i + 1], linestyle="", marker=MARKERS[i], label=f"{key} tokens")
+        ax.plot(places, values, color=COLOURS[i + 1], linestyle="", marker=MARKERS[i + 1], label=f"{key} tokens")
     ax.set_yscale("log")
     few = len(result.prompts) <= 8
     labels = [short(p.label) for p in result.prompts] if few else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -53,10 +54,10 @@ def heads(
     out.print(_curves(found))
     if decode:
         _print_focus(out, found)
-    points = head_sweep.sweep(found.maps, method) if sweep else []
     if sweep:
-        out.print(_sweep(points))
-    given.write(found, draw_heads, **({"sweep": head_sweep.plain(points)} if sweep else {}))
+        found = replace(found, points=tuple(head_sweep.sweep(found.maps, method)))
+        out.print(_sweep(found.points))
+    given.write(found, draw_heads)
 
 
 def _print_maps(out: Any, result: Any, method: Any) -> None:
@@ -94,27 +95,33 @@ def _curves(found: Any) -> Any:
 
 
 def _print_focus(out: Any, found: Any) -> None:
+    types = (True, False)
     rows = [
         (
             label,
             str(steps),
             str(k),
-            *(_times(found.class_mean(found.final, static, p)) for static in (True, False)),
+            *(_shown(found.class_mean(found.final, static, p), ".1f") for static in types),
             _interval(found.correlations[p]),
+            *(_shown(found.class_mean(found.coverage, static, p), ".0%") for static in types),
         )
         for p, (label, steps, k) in enumerate(zip(found.maps.labels, found.steps, found.k, strict=True))
     ]
-    titles = ("prompt", "decode steps", "k", "count / k, static heads", "dynamic heads", "rank correlation with S")
+    titles = (
+        "prompt", "decode steps", "k", "count / k, static heads", "dynamic heads", "rank correlation with S",
+        "covered, static heads", "dynamic heads",
+    )  # fmt: skip
     out.print(figures("cumulative focus count: distinct tokens among a head's top k, over all steps", titles, rows))
     out.print(
-        f"rank correlation of S and the focus count, means over prompts: {_interval(found.correlation)}; -1 would be "
-        "a perfect prediction (95% bootstrap interval over heads)",
+        f"rank correlation with S, means over prompts: focus count {_interval(found.correlation)}, covered "
+        f"{_interval(found.covered_correlation)} (95% bootstrap interval over heads). The paper's claim: negative and "
+        "positive. Covered: attention to the prompt on the k tokens that the prompt's text attends to most",
         highlight=False,
     )
 
 
-def _times(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
+def _shown(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
 
 
 def _interval(found: Any) -> str:

@@ -59,13 +59,13 @@ class Given:
         with common.messages().status("reading the prompt") as status:
             return work(self.loaded.model, inputs, lambda label: status.update(f"reading {escape(label)}"))
 
-    def write(self, result: Any, draw: Callable[[Path, Any], None], **more: Any) -> None:
-        """Write the files that were asked for. draw: draws the result. more: further entries of the JSON file."""
+    def write(self, result: Any, draw: Callable[[Path, Any], None]) -> None:
+        """Write the files that were asked for. draw: draws the result."""
         from foveakv.evaluation import environment
 
         if self.json is not None:
             described = environment.describe(self.loaded.model)
-            files.write_json(self.json, {**result.to_dict(), **more, "environment": described})
+            files.write_json(self.json, {**result.to_dict(), "environment": described})
         if self.csv is not None:
             prompts.write_csv(self.csv, result.rows())
         if self.plot is not None:
