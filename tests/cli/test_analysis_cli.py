@@ -88,7 +88,7 @@ def test_heads_while_decoding(given: list[Any], tmp_path: Path) -> None:
         "analyze", "heads", *given, "--prompt", "What differs?", "--set", "theta=0.5", "--set", "window=4", "--decode",
         "--ignore-eos", "-n", 7, "--sweep", *options,
     )  # fmt: skip
-    assert "rank correlation of S and the focus count" in text
+    assert "rank correlation with S, means over prompts: focus count" in text
     assert "rho 0.75" in text
     data = json.loads(out.read_text())
     assert data["focus"]["steps"] == [6]
