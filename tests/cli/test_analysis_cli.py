@@ -103,7 +103,7 @@ def test_sparsity(given: list[Any], tmp_path: Path) -> None:
     args = ("analyze", "sparsity", *given, "--prompt", "What differs?", "--prompt", "What is it?")
     text = succeed(*args, "--set", "target_visual_tokens=0.5", *options)
     assert "16 of 32" in text
-    assert "measures 90.43% for Phi-3.5-Vision" in text
+    assert "The paper's 90% is that of Phi-3.5-Vision (90.43%)" in text
     data = json.loads(out.read_text())
     assert data["prompts"][0]["overlap"][0] == 1
     assert data["mean_chance"] == data["mean_rule_chance"] == 0.5
