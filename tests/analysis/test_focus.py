@@ -15,7 +15,9 @@ from foveakv.analysis.focus import SHARES, Focus, FocusProbe, focus
 from foveakv.analysis.head_sweep import sweep
 from foveakv.analysis.heads import PromptHeads, head_maps
 from foveakv.analysis.rank_correlation import rank_correlation, ranks
+from foveakv.analysis.sparsity import sparsity
 from foveakv.errors import InputError, MethodError
+from foveakv.methods.hae import HAE
 from foveakv.methods.hybridkv import HybridKV
 
 HEADS, GROUP, STEPS = 2, 2, 6
@@ -129,6 +131,19 @@ def test_an_answer_of_one_token_has_no_steps(model: Any, inputs: dict[str, Tenso
             focus(model, {"one": inputs}, maps, RULES, new_tokens=3)
     finally:
         model.generation_config.eos_token_id = end
+
+
+@pytest.mark.parametrize("family", families.PLAIN)
+def test_every_family_can_be_measured(family: str) -> None:
+    model = families.build(family)
+    prompts = {"one": families.prompt(family, images=0 if family in families.TEXT else 2)}
+    found = focus(model, prompts, head_maps(model, prompts, RULES), RULES, new_tokens=3, to_the_end=True)
+    assert torch.allclose(found.curves[..., SHARES.index(0.1)], found.maps.scores, atol=1e-5)
+    assert found.steps == [2]
+    assert all(bool(((share >= 0) & (share <= 1 + 1e-6)).all()) for share in found.covered)
+    if family in families.VISUAL:
+        measured = sparsity(model, prompts, HAE(target_visual_tokens=0.5))
+        assert len(measured.deciding["mean"].best) == found.maps.scores.shape[1]
 
 
 # ---- rank correlation
