@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -116,6 +117,8 @@ def test_what_is_written(found: Focus, model: Any, inputs: dict[str, Tensor]) ->
     row = found.rows()[3]
     assert row["focus_count_per_k"] == float(found.final[0, 1, 1])
     assert row["attention_top_0.05"] == float(found.curves[0, 1, 1, 2])
+    even = dataclasses.replace(found, maps=dataclasses.replace(found.maps, scores=torch.ones_like(found.maps.scores)))
+    assert even.to_dict()["focus"]["correlation"] == {"mean": None, "low": None, "high": None, "n": 8}
     short = focus(model, {"one": inputs}, head_maps(model, {"one": inputs}, RULES), RULES)
     assert short.counts == ()
     assert "counts" not in short.to_dict()["focus"]

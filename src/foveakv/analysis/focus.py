@@ -111,9 +111,9 @@ class Focus:
             plain |= {
                 "k": list(self.k),
                 "steps": self.steps,
-                "correlation": vars(self.correlation),
-                "correlations": [vars(each) for each in self.correlations],
-                "covered_correlation": vars(self.covered_correlation),
+                "correlation": _plain(self.correlation),
+                "correlations": [_plain(each) for each in self.correlations],
+                "covered_correlation": _plain(self.covered_correlation),
                 "class_counts": {name: self.class_mean(self.final, static) for name, static in classes},
                 "class_covered": {name: self.class_mean(self.coverage, static) for name, static in classes},
                 "covered": [each.tolist() for each in self.covered],
@@ -214,6 +214,11 @@ def attention_curves(job: TiledRows, counts: Sequence[int]) -> Tensor:
             last = torch.tensor(counts, device=sums.device).clamp_max(ordered.shape[-1]) - 1
             sums[b, h] += ordered[..., last].sum((2, 3))
     return sums / (rows.clamp_min(1) * job.group)[:, None, None]
+
+
+def _plain(found: Interval) -> dict[str, Any]:
+    """Return plain values, None for what is unknown: JSON has no NaN."""
+    return {key: None if math.isnan(value) else value for key, value in vars(found).items()}
 
 
 def _tokens(share: float, context: int) -> int:

@@ -216,11 +216,11 @@ class SparsityProbe(Method):
         own_rule = self.rules.redundant(stats.sums, stats.maxima, stats.variance, visual)
         if view.compressed_idx == 0:
             state.evicted = own_rule
-            state.seeing = seeing_rows(rows, valid, visual.shape[1], view.visible)
+            state.seeing = seeing_rows(rows, valid, visual.shape[1], view.visible).cpu()
         evicted: Tensor = state.evicted
         sparse = scores.sparsity(*given, (visual, text, view.prompt.real), threshold=THRESHOLD, per=self.per)
         total = stats.sums.masked_fill(~visual, 0).sum(-1)
-        state.sums.append(stats.sums)
+        state.sums.append(stats.sums.cpu())
         state.layers.append(
             {
                 "visual": float(sparse[0, 0]),
@@ -310,7 +310,7 @@ def _measured(label: str, found: Any, prompt: PromptMap, share: float) -> Prompt
     evicted = int(found.evicted.sum())
     if not evicted:
         per_layer |= {"overlap": None, "rule_overlap": None}
-    visual = prompt.visual[0].to(found.seeing.device)
+    visual = prompt.visual[0].cpu()
     sums = torch.stack([layer[0, visual] for layer in found.sums])
     return PromptSparsity(
         label=label,
