@@ -1,5 +1,9 @@
 """HAE's story setting, end to end: 1,024 tokens of KV, a recycle bin of 128, 512 new tokens, 5 beams.
 
+The paper's runs use these with a temperature of 0.7 (arXiv 2602.02197, Table 5) and "at most" 512 new tokens. Here the
+beam search is not sampled and always makes 512, so that all sides do the same work and the result does not depend on a
+seed; the temperature is therefore not used.
+
 Runs `generate` on a long prompt with many images, once per side and round, in turns. Both full caches are included:
 transformers' default and FoveaKV's method `full`.
 """

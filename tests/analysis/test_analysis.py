@@ -17,9 +17,9 @@ from foveakv.analysis.attention_trace import Trace, TraceProbe, record
 from foveakv.analysis.eviction import eviction, replay
 from foveakv.analysis.heads import PromptHeads, correlation, head_maps
 from foveakv.analysis.shown import shown
-from foveakv.analysis.sparsity import SparsityProbe, overlap, sparsity, would_evict
+from foveakv.analysis.sparsity import SparsityProbe
 from foveakv.analysis.viz_shown import evenly
-from foveakv.errors import InputError, MethodError, NoVisualTokensError, UnsupportedModeError
+from foveakv.errors import InputError, MethodError, UnsupportedModeError
 from foveakv.methods import Decision, Method, PrefillView
 from foveakv.methods.ddes import RecycleBin
 from foveakv.methods.hae import HAE
@@ -145,57 +145,6 @@ def test_a_batch_is_no_prompt(model: Any) -> None:
         head_maps(model, {"two": families.batch("llava").inputs}, HybridKV())
     with pytest.raises(InputError, match="at least one"):
         passes.check({})
-
-
-# ---- sparsity
-
-
-def test_what_a_layer_would_evict() -> None:
-    sums = torch.tensor([[0.0, 5, 1, 3, 2], [9.0, 1, 8, 7, 6]])
-    visual = torch.tensor([[False, True, True, True, True], [True, True, True, False, False]])
-    found = would_evict(sums, visual, torch.tensor([2, 1]))
-    assert found.tolist() == [[False, False, True, False, True], [False, True, False, False, False]]
-    evicted = torch.tensor([[False, True, True, False, False], [False] * 5])
-    assert overlap(evicted, found) == [0.5, None]
-
-
-def test_sparsity_and_overlap_are_those_of_plain_attention(
-    model: Any, inputs: dict[str, Tensor], visual: Tensor, attention: list[Tensor]
-) -> None:
-    columns, pictures = len(visual), visual.nonzero().flatten()
-    rows = torch.tensor([c for c in range(columns) if not visual[c] and c > int(pictures[0])])
-    found = sparsity(model, {"one": inputs}, HAE(target_visual_tokens=0.5))
-    (one,) = found.prompts
-    seen = torch.arange(columns) <= rows[:, None]
-    sums = [layer[:, rows].mean(0).sum(0) for layer in attention]
-    lowest = [set(pictures[a[pictures].argsort()[: len(pictures) // 2]].tolist()) for a in sums]
-    for i, layer in enumerate(attention):
-        small = layer[:, rows] <= 1e-4
-        for values, kind in ((one.visual, visual), (one.text, ~visual)):
-            pairs = (seen & kind).expand_as(small)
-            assert values[i] == pytest.approx(float(small[pairs].double().mean()), abs=2e-3)
-        assert one.overlap is not None
-        assert one.overlap[i] == pytest.approx(len(lowest[0] & lowest[i]) / len(lowest[0]))
-        gone = torch.tensor(sorted(lowest[0]))
-        assert one.lost[i] == pytest.approx(float(sums[i][gone].sum() / sums[i][pictures].sum()), abs=1e-4)
-    assert one.overlap[0] == 1
-    assert max(one.visual) > 0.05  # the comparison is not one of zeros
-    assert (one.evicted, one.visual_tokens, one.chance) == (len(pictures) // 2, len(pictures), 0.5)
-    assert found.mean_overlap == pytest.approx(sum(one.overlap[1:]) / 3)
-    assert found.layers_above_claim == sum(value >= 0.9 for value in one.overlap[1:]) / 3
-    assert len(found.rows()) == 4
-
-
-def test_sparsity_without_evictions_or_pictures(model: Any, inputs: dict[str, Tensor]) -> None:
-    found = sparsity(model, {"one": inputs}, HAE(r=0))
-    assert found.prompts[0].evicted == 0
-    assert found.prompts[0].overlap is None
-    assert found.mean_overlap is found.layers_above_claim is None
-    assert found.rows()[0]["overlap"] is None
-    with pytest.raises(NoVisualTokensError, match="no image"):
-        sparsity(model, {"text": families.prompt("llava", images=0)})
-    with pytest.raises(MethodError, match="leave dap=False out"):
-        sparsity(model, {"one": inputs}, HAE(dap=False))
 
 
 # ---- eviction

@@ -82,15 +82,33 @@ def test_heads(given: list[Any], tmp_path: Path) -> None:
     check_picture(plot, 900)
 
 
+def test_heads_while_decoding(given: list[Any], tmp_path: Path) -> None:
+    options, out, table, plot = outputs(tmp_path)
+    text = succeed(
+        "analyze", "heads", *given, "--prompt", "What differs?", "--set", "theta=0.5", "--set", "window=4", "--decode",
+        "--ignore-eos", "-n", 7, "--sweep", *options,
+    )  # fmt: skip
+    assert "rank correlation with S, means over prompts: focus count" in text
+    assert "rho 0.75" in text
+    data = json.loads(out.read_text())
+    assert data["focus"]["steps"] == [6]
+    assert len(data["focus"]["counts"][0]) == 6
+    assert data["sweep"][0]["theta"] == 0.5
+    assert "focus_count" in rows(table)[0]
+    check_picture(plot, 900)
+
+
 def test_sparsity(given: list[Any], tmp_path: Path) -> None:
     options, out, table, plot = outputs(tmp_path)
     args = ("analyze", "sparsity", *given, "--prompt", "What differs?", "--prompt", "What is it?")
     text = succeed(*args, "--set", "target_visual_tokens=0.5", *options)
     assert "16 of 32" in text
-    assert "The paper claims 90% for its models" in text
+    assert "The paper's 90% is that of Phi-3.5-Vision (90.43%)" in text
     data = json.loads(out.read_text())
     assert data["prompts"][0]["overlap"][0] == 1
-    assert data["mean_chance"] == 0.5
+    assert data["mean_chance"] == data["mean_rule_chance"] == 0.5
+    assert len(data["deciding"]["mean"]["best"]) == 4
+    assert "share of all pairs (the paper's)" in succeed(*args, "--per", "all", "--share", "0.3")
     assert len(rows(table)) == 2 * 4
     check_picture(plot, 900)
     assert "the first layer evicts nothing" in succeed(*args, "--set", "r=0", "--csv", table, "--plot", plot)
@@ -160,6 +178,10 @@ def test_show_every_layer_and_the_mean(given: list[Any], tmp_path: Path) -> None
     (("analyze", "heads", "-p", "x", "--set", "tehta=1"), "did you mean 'theta'"),
     (("analyze", "heads", "-p", "x", "--plot", "plot.doc"), "the name of a plot ends in"),
     (("analyze", "sparsity", "-p", "x", "--set", "ddes=0", "--set", "dap=0"), "leaves nothing to do"),
+    (("analyze", "sparsity", "-p", "x", "--per", "row"), "per"),
+    (("analyze", "sparsity", "-p", "x", "--share", "0"), "share"),
+    (("analyze", "sparsity", "-p", "x", "--set", "dap=0"), "leave dap=False out"),
+    (("analyze", "heads", "-p", "x", "--sweep", "--set", "budget=1MB"), "share of the prompt or in tokens"),
     (("analyze", "eviction", "-p", "x", "--bins", "2,b"), "expected whole numbers"),
     (("analyze", "eviction", "-p", "x", "--bins", "1,2"), "1 is greedy eviction"),
     (("analyze", "eviction", "-p", "x", "--budget", "1.5"), "1.5 is over 100%"),

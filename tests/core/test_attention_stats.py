@@ -209,6 +209,17 @@ def test_sparsity(case, tile_bytes):
         want = small.double() / both.sum((1, 2, 3, 4)).clamp_min(1)
         torch.testing.assert_close(got[i], want, rtol=0, atol=1e-12)
     assert got[2].eq(0).all()
+    # App. A.1, Eq. 7: the divisor is every pair; what the mask hides is 0
+    counted = valid[:, None, None, :, None]
+    for i, share in enumerate(
+        sparsity(
+            query, keys, rows, valid, SCALING, lookup(mask), (visual, ~visual, never), threshold=1e-2, per="all",
+            tile_bytes=tile_bytes,
+        )
+    ):  # fmt: skip
+        every = (counted & (visual, ~visual, never)[i][:, None, None, None]).expand_as(probs)
+        small = ((probs <= 1e-2) & every).sum((1, 2, 3, 4))
+        torch.testing.assert_close(share, small.double() / every.sum((1, 2, 3, 4)).clamp_min(1), rtol=0, atol=1e-12)
 
 
 def test_rows_that_do_not_count_leak_nothing():

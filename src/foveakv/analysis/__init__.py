@@ -1,1 +1,1 @@
-"""What the two papers' methods rest on, measured on a user's model and prompts. Data only; `analysis_plots` draws."""
+"""What the papers' methods rest on, measured on a user's model and prompts. Data only; the modules `plots_*` draw."""

@@ -1,8 +1,9 @@
 """Compare a recycle bin with greedy eviction by the attention they lose, on recorded attention of a full cache.
 
-HAE (arXiv 2602.02197) argues that its decode eviction (DDES, a bin of D tokens) loses no more than greedy eviction (D =
-1). This module measures both on recorded traces. A trace is the attention that the tokens of one layer received in
-every decode step of a run without eviction, so that decisions do not affect later attention.
+HAE (arXiv 2602.02197, Corollary 2.1) compares its decode eviction (DDES, a bin of D tokens) with greedy eviction (D =
+1) by the sum of the scores (Eq. 5) of evicted tokens. This module measures that, and the attention that evicted tokens
+would have received later (not in the paper), on recorded traces. A trace is the attention that the tokens of one layer
+received in every decode step of a run without eviction, so that decisions do not affect later attention.
 
 Notation: P prompts, L layers, C prompt tokens, T decode steps, N = C + T.
 """

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -215,25 +215,26 @@ def sparsity(
     columns: Sequence[Tensor],
     *,
     threshold: float = 1e-4,
+    per: Literal["visible", "all"] = "visible",
     tile_bytes: int | None = None,
 ) -> Tensor:
-    """Compute the share of probabilities <= `threshold` in sets of columns: [len(columns), B], 0 for sets never seen.
+    """Compute the share of probabilities <= `threshold` in sets of columns: [len(columns), B], 0 without any pair.
 
-    columns: bool [B, C] each, for example (prompt.visual, prompt.text). The default threshold is HAE's. Not stated in
-    the paper; we count unmasked pairs only, since masked pairs are 0 by construction.
+    columns: bool [B, C] each, for example (prompt.visual, prompt.text). The default threshold is HAE's (arXiv
+    2602.02197). per: what the share is of. "all" is the paper's divisor (App. A.1, Eq. 7), all pairs of a row that
+    counts and a column of the set; pairs that the mask hides are 0 and so count as small, which is our reading.
+    "visible" (not in the paper) leaves these pairs out.
     """
     job = TiledRows.of(query, keys, rows, valid, scaling, visible, tile_bytes)
-    small, seen = torch.zeros(2, job.batch, job.columns, dtype=torch.float64, device=keys.device)
+    large, seen = torch.zeros(2, job.batch, job.columns, dtype=torch.float64, device=keys.device)
     for tile in job.tiles():
-        pairs = tile.seen & tile.counted[..., None]
-        total = pairs.sum(1)
-        seen[:, tile.columns] += total * (job.heads * job.group)
-        masked = pairs.shape[1] - total
+        seen[:, tile.columns] += (tile.seen & tile.counted[..., None]).sum(1) * (job.heads * job.group)
         for b, _, probs in tile.parts():
-            low = (probs <= threshold).sum((1, 2, 3))  # includes masked pairs and rows that do not count, which are 0
-            small[b, tile.columns] += low - masked[b] * (probs.shape[1] * job.group)
+            large[b, tile.columns] += (probs > threshold).sum((1, 2, 3))  # masked pairs are 0, never above it
     sets = torch.stack([c.to(torch.float64) for c in columns])
-    return ((sets * small).sum(-1) / (sets * seen).sum(-1).clamp_min(1)).to(job.dtype)
+    rows_that_count = job.valid.sum(1) * (job.heads * job.group)
+    total = (sets * seen).sum(-1) if per == "visible" else sets.sum(-1) * rows_that_count
+    return torch.where(total > 0, 1 - (sets * large).sum(-1) / total.clamp_min(1), 0).to(job.dtype)
 
 
 def last_rows(real: Tensor, window: int) -> tuple[Tensor, Tensor]:

@@ -6,38 +6,14 @@ from typing import Annotated
 
 import typer
 
-from foveakv.cli import common, prompts
-from foveakv.cli.analyze.shared import check_files, figures, measure, write
-from foveakv.cli.common import (
-    AllowUrlsOption,
-    DebugOption,
-    DeviceOption,
-    DtypeOption,
-    ImagesOption,
-    ModelOption,
-    TrustOption,
-)
-from foveakv.cli.prompts import (
-    AskOption,
-    CsvOption,
-    JsonOption,
-    KindsOption,
-    PlotOption,
-    PromptsOption,
-    SamplesOption,
-)
+from foveakv.cli import common
+from foveakv.cli.analyze.shared import Given, analysis, figures
 from foveakv.errors import MethodError
 
 
-@common.friendly
+@analysis
 def eviction(
-    model: ModelOption = "demo",
-    image: ImagesOption = None,
-    allow_urls: AllowUrlsOption = False,
-    prompt: PromptsOption = None,
-    sample: SamplesOption = None,
-    sample_kind: KindsOption = None,
-    ask: AskOption = None,
+    given: Given,
     budget: Annotated[
         str, typer.Option("--budget", "-b", help="Cache size l: a share of the prompt, or tokens per head.")
     ] = "0.5",
@@ -52,13 +28,6 @@ def eviction(
             "--max-new-tokens", "-n", min=2, help="Number of tokens to generate, even after the end of the answer."
         ),
     ] = 96,
-    json: JsonOption = None,
-    csv: CsvOption = None,
-    plot: PlotOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    trust_remote_code: TrustOption = False,
-    debug: DebugOption = False,
 ) -> None:
     """Compare the attention lost by a recycle bin (HAE's DDES) and by greedy eviction, replayed on the full cache.
 
@@ -66,17 +35,15 @@ def eviction(
     """
     from foveakv.analysis.eviction import check_settings
     from foveakv.analysis.eviction import eviction as run
+    from foveakv.analysis.plots_eviction import draw_eviction
     from foveakv.cli.settings import parse_value
 
-    check_files(json, csv, plot)
     sizes = _sizes(bins)
     check_settings(sizes, budget, recent, sink)
     steady = parse_value("budget", float | int | str, budget)
-    every = prompts.tasks(model, image, prompt, sample, sample_kind, ask, allow_urls=allow_urls)
-    loaded, inputs = prompts.load(model, every, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    result = measure(
-        lambda progress: run(
-            loaded.model, inputs, bins=sizes, budget=steady, new_tokens=max_new_tokens, recent=recent, sink=sink,
+    result = given.measure(
+        lambda model, inputs, progress: run(
+            model, inputs, bins=sizes, budget=steady, new_tokens=max_new_tokens, recent=recent, sink=sink,
             progress=progress,
         )
     )  # fmt: skip
@@ -102,13 +69,14 @@ def eviction(
         figures(f"share of the full cache's attention that goes to evicted tokens; {steps} decode steps", titles, rows)
     )
     out.print(
-        "a measurement, not a guarantee: a bin of D holds up to D - 1 tokens more at the same steady size",
+        "a measurement, not a guarantee: a bin of D holds up to D - 1 tokens more at the same steady size. The paper's "
+        "Corollary 2.1 sums scores at eviction (Eq. 5), not lost attention",
         highlight=False,
     )
     idle = [str(size) for size in result.settings["bins"] if size > max(result.steps)]
     if idle:
         out.print(f"D = {', '.join(idle)}: never full in this number of steps; raise --max-new-tokens", highlight=False)
-    write(result, loaded.model, json, csv, plot, "draw_eviction")
+    given.write(result, draw_eviction)
 
 
 def _sizes(text: str) -> list[int]:

@@ -3,83 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal, cast
 
-from foveakv.cli import common, prompts
-from foveakv.cli.analyze.shared import check_files, figures, measure, write
-from foveakv.cli.common import (
-    AllowUrlsOption,
-    DebugOption,
-    DeviceOption,
-    DtypeOption,
-    ImagesOption,
-    ModelOption,
-    TrustOption,
-)
-from foveakv.cli.prompts import (
-    AskOption,
-    CsvOption,
-    JsonOption,
-    KindsOption,
-    PlotOption,
-    PromptsOption,
-    SamplesOption,
-    SetOption,
-)
+import typer
+
+from foveakv.cli import common
+from foveakv.cli.analyze.shared import Given, analysis, figures
+from foveakv.cli.prompts import SetOption
+
+MOST_LAYERS = 16  # rows of the table of deciding layers
 
 
-@common.friendly
+@analysis
 def sparsity(
-    model: ModelOption = "demo",
-    image: ImagesOption = None,
-    allow_urls: AllowUrlsOption = False,
-    prompt: PromptsOption = None,
-    sample: SamplesOption = None,
-    sample_kind: KindsOption = None,
-    ask: AskOption = None,
+    given: Given,
     set_: SetOption = None,
-    json: JsonOption = None,
-    csv: CsvOption = None,
-    plot: PlotOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    trust_remote_code: TrustOption = False,
-    debug: DebugOption = False,
+    per: Annotated[
+        str,
+        typer.Option(
+            help="Divisor of the sparsity: `visible` pairs of row and column, or `all` of them (the paper's)."
+        ),
+    ] = "visible",
+    share: Annotated[float, typer.Option(help="Share of the visual tokens that the deciding layer keeps.")] = 0.15,
 ) -> None:
-    """Measure the sparsity of visual and text attention, and how far layers agree with the first one's evictions (HAE).
+    """Measure the sparsity of attention, what other layers would evict (HAE), and each layer as the one that decides.
 
     Example: foveakv analyze sparsity --sample 8 --set relative=true --set alpha=none --plot sparsity.png
     """
-    from foveakv.analysis.sparsity import PAPER_OVERLAP, THRESHOLD
+    from foveakv.analysis.plots_sparsity import draw_sparsity
+    from foveakv.analysis.sparsity import PAPER_OVERLAP, check_settings
     from foveakv.analysis.sparsity import sparsity as run
     from foveakv.cli.settings import build_method
 
-    check_files(json, csv, plot)
     method: Any = build_method("hae", None, set_ or [])
-    every = prompts.tasks(model, image, prompt, sample, sample_kind, ask, allow_urls=allow_urls)
-    loaded, inputs = prompts.load(model, every, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
-    result = measure(lambda progress: run(loaded.model, inputs, method, progress=progress))
-    rows = []
-    for found in result.prompts:
-        others = (found.overlap or [])[1:]
-        overlap = f"{_mean(others):.0%} ({min(others):.0%} - {max(others):.0%})" if others else "-"
-        rows.append(
-            (
-                found.label,
-                f"{found.visual[0]:.0%} / {found.text[0]:.0%}",
-                f"{_mean(found.visual):.0%} / {_mean(found.text):.0%}",
-                f"{found.evicted} of {found.visual_tokens}",
-                overlap,
-                f"{found.chance:.0%}",
-                f"{_mean(found.lost):.1%}",
-            )
+    check_settings(method, per, share)
+    result = given.measure(
+        lambda model, inputs, progress: run(
+            model, inputs, method, per=cast(Literal["visible", "all"], per), share=share, progress=progress
         )
-    titles = (
-        "prompt", "sparsity visual / text, first layer", "all layers", "first layer evicts", "others' overlap",
-        "by chance", "attention lost",
-    )  # fmt: skip
+    )
     out = common.output()
-    out.print(figures(f"sparsity: share of attention weights <= {THRESHOLD:g}", titles, rows))
+    out.print(_attention(result))
+    out.print(_overlaps(result))
     if result.mean_overlap is None:
         out.print(
             "the first layer evicts nothing: no visual token of these prompts is below r and alpha. Try --set "
@@ -88,11 +53,82 @@ def sparsity(
         )
     else:
         out.print(
-            f"overlap measured here: {result.mean_overlap:.0%} on average, {result.layers_above_claim:.0%} of the "
-            f"other layers reach {PAPER_OVERLAP:.0%}. The paper claims {PAPER_OVERLAP:.0%} for its models.",
+            f"by the same rule the other layers also make {result.mean_rule_overlap:.0%} of the first layer's "
+            f"evictions (chance {result.mean_rule_chance:.0%}), of the same number {result.mean_overlap:.0%} (chance "
+            f"{result.mean_chance:.0%}); {result.layers_above_claim:.0%} of the layers reach {PAPER_OVERLAP:.0%} by "
+            "the same rule. The paper's 90% is that of Phi-3.5-Vision (90.43%).",
             highlight=False,
         )
-    write(result, loaded.model, json, csv, plot, "draw_sparsity")
+    out.print(_deciding(result))
+    given.write(result, draw_sparsity)
+
+
+def _attention(result: Any) -> Any:
+    from foveakv.analysis.sparsity import THRESHOLD
+
+    rows = [
+        (
+            found.label,
+            f"{found.visual[0]:.0%} / {found.text[0]:.0%}",
+            f"{_mean(found.visual):.0%} / {_mean(found.text):.0%}",
+            f"{found.overall[0]:.0%} / {_mean(found.overall):.0%}",
+            f"{found.visual_variance[0]:.2g} / {found.text_variance[0]:.2g}",
+        )
+        for found in result.prompts
+    ]
+    titles = (
+        "prompt", "visual / text, first layer", "mean of layers", "overall, first layer / mean",
+        "variance of a_j visual / text, first layer",
+    )  # fmt: skip
+    of = "visible pairs" if result.per == "visible" else "all pairs (the paper's)"
+    return figures(f"sparsity: attention weights <= {THRESHOLD:g}, share of {of}", titles, rows)
+
+
+def _overlaps(result: Any) -> Any:
+    rows = []
+    for found in result.prompts:
+        by_rule, by_number = (found.rule_overlap or [])[1:], (found.overlap or [])[1:]
+        rows.append(
+            (
+                found.label,
+                f"{found.evicted} of {found.visual_tokens}",
+                _range(by_rule),
+                f"{_mean(found.rule_chance[1:]):.0%}" if by_rule else "-",
+                _range(by_number),
+                f"{found.chance:.0%}",
+                f"{_mean(found.lost):.1%}",
+            )
+        )
+    titles = (
+        "prompt", "first layer evicts", "others too, same rule", "by chance", "same number", "by chance",
+        "attention lost",
+    )  # fmt: skip
+    return figures("evictions of the first layer that the other layers would make too", titles, rows)
+
+
+def _deciding(result: Any) -> Any:
+    from foveakv.analysis.viz_shown import evenly
+
+    by = result.deciding
+    kept = by["sum"].kept
+    rows = [
+        (
+            str(result.layers[i]),
+            *(f"{by[rows].best[i]:.0%}" for rows in by),
+            *(f"{by[rows].lost[i]:.0%}" for rows in by),
+        )
+        for i in evenly(len(result.layers), MOST_LAYERS)
+    ]
+    titles = ("layer that decides", "best tokens kept, sum", "mean", "attention lost, sum", "mean")
+    return figures(
+        f"one layer chooses {kept:.0%} of the visual tokens for all layers (by chance: {kept:.0%} of the best tokens)",
+        titles,
+        rows,
+    )
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{_mean(values):.0%} ({min(values):.0%} - {max(values):.0%})" if values else "-"
 
 
 def _mean(values: Sequence[float]) -> float:
