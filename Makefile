@@ -28,8 +28,7 @@ help:
 demo: $(VENV)/.ready
 	@mkdir -p out
 	@$(VENV)/bin/foveakv compare --model demo --sample 12 --ask-all --methods full,hae,hybridkv,snapkv,random \
-		--budgets 0.2 --set hae.relative=true --set hae.alpha=none --set hae.recent=8 --set hybridkv.preset=small \
-		--set snapkv.window=4 --set snapkv.kernel=1 --max-new-tokens 48 --json out/demo.json --kept-png out/demo.png
+		--budgets 0.2 --max-new-tokens 48 --json out/demo.json --kept-png out/demo.png
 
 test: $(VENV)/.ready
 	@OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS)

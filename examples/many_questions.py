@@ -17,7 +17,7 @@ images = sample.text.removesuffix(sample.question)  # everything before the ques
 # The images are read once. HybridKV moves most of the cache to a host store, from which each question can retrieve
 # other parts. A method that evicts keeps what the end of this prompt attends to; later questions may need other tokens.
 prompt = build_inputs(processor, images, sample.images, model=model)
-cache = foveakv.cache_for(model, HybridKV.preset("small", budget=0.3))
+cache = foveakv.cache_for(model, HybridKV(budget=0.3))
 with torch.no_grad():
     model(**prompt, past_key_values=cache)
 
