@@ -19,6 +19,7 @@ from foveakv.errors import MethodError
 from foveakv.methods.hybridkv import HybridKV
 
 THETAS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99)
+CHUNK = 8  # the paper's, where the method chooses for itself
 RHOS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25)
 
 
@@ -67,6 +68,7 @@ def check_budget(rules: HybridKV) -> None:
 
 def _point(maps: PromptHeads, rules: HybridKV, theta: float | None, rho: float) -> Point:
     budget = parse_budget(rules.budget)
+    chunk = rules.chunk_size if isinstance(rules.chunk_size, int) else CHUNK
     parts: list[tuple[float, ...]] = []
     each: tuple[list[float], list[float]] = ([], [])
     for scores, own, context in zip(maps.scores, maps.static, maps.tokens, strict=True):
@@ -74,7 +76,7 @@ def _point(maps: PromptHeads, rules: HybridKV, theta: float | None, rho: float) 
         tokens = min(budget.value * context if budget.kind == "ratio" else budget.value, context)
         total = max(int(tokens * scores.numel()), scores.numel())
         found = allocate_heads(
-            scores, static, context, total, rho, rules.alpha, min_budget=1, chunk=rules.chunk_size,
+            scores, static, context, total, rho, rules.alpha, min_budget=1, chunk=chunk,
             rounding=rules.rounding, head_level=rules.head_level, type_level=rules.type_level,
         )  # fmt: skip
         parts.append((float(static.double().mean()), found.static / total, found.dynamic / total))
