@@ -183,7 +183,8 @@ def maps_of(scores: list[list[float]], static: list[list[bool]]) -> PromptHeads:
 
 def test_a_sweep_by_hand() -> None:
     maps = maps_of([[0.95, 0.5], [0.7, 0.99]], [[True, False], [False, True]])
-    first, second, own = sweep(maps, HybridKV(budget=0.1), thetas=(0.6, 1.0), rhos=(0.5,))
+    rules = HybridKV(budget=0.1, rounding="down", chunk_size=8)
+    first, second, own = sweep(maps, rules, thetas=(0.6, 1.0), rhos=(0.5,))
     # 4 x 100 slots. theta 0.6: one dynamic head has 75, rounded down to 64; Eq. 4 gives the static heads 325
     assert (first.theta, first.rho, first.static_share) == (0.6, 0.75, 0.75)
     assert (first.dynamic_slots, first.static_slots) == (64 / 400, 325 / 400)

@@ -131,14 +131,16 @@ def test_sparsity_of_all_pairs(model: Any, inputs: dict[str, Tensor], visual: Te
 def test_a_layer_decides_by_hand() -> None:
     sums = torch.tensor([[4.0, 3, 2, 1], [1.0, 2, 3, 4], [0.0, 6, 1, 3]])
     seeing = torch.tensor([4, 3, 2, 1])
-    found = deciding(sums, seeing, 0.5, "sum")
+    images = torch.tensor([0, 0, 1, 1])
+    found = deciding(sums, seeing, images, 0.5, "sum")
     # chosen: {0, 1}, {2, 3}, {1, 3}; each layer's best tokens are what it would choose
     assert found.kept == 0.5
+    assert found.images == [[1, 0], [0, 1], [0.5, 0.5]]
     assert found.best == pytest.approx([(1 + 0 + 0.5) / 3, (0 + 1 + 0.5) / 3, (0.5 + 0.5 + 1) / 3])
     assert found.lost == pytest.approx([(0.3 + 0.7 + 0.4) / 3, (0.7 + 0.3 + 0.6) / 3, (0.6 + 0.4 + 0.1) / 3])
     # divided: [1, 1, 1, 1], [.25, .67, 1.5, 4], [0, 2, .5, 3]: chosen {0, 1}, {2, 3}, {1, 3}
-    assert deciding(sums, seeing, 0.5, "mean").best == found.best
-    one = deciding(torch.tensor([[4.0, 3, 2, 1]]), torch.tensor([8, 3, 2, 1]), 0.01, "mean")
+    assert deciding(sums, seeing, images, 0.5, "mean").best == found.best
+    one = deciding(torch.tensor([[4.0, 3, 2, 1]]), torch.tensor([8, 3, 2, 1]), images, 0.01, "mean")
     assert (one.kept, one.best) == (0.25, [1])
     assert one.lost == pytest.approx([0.7])  # token 1 stays: of 4 / 8, 1, 1 and 1 the first of the highest
 

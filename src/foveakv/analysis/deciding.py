@@ -32,21 +32,24 @@ class Deciding:
     rows: see `ROWS`. kept: the share of visual tokens that are kept. best: share of the best tokens of every layer (as
     many as are kept, by its own scores) that the deciding layer's choice keeps, mean over all layers, itself included.
     lost: share of the layers' attention to visual tokens (a_j of Eq. 1 for either value of `rows`) that falls on
-    evicted tokens, mean over all layers.
+    evicted tokens, mean over all layers. images: share of the tokens of each image that the choice keeps, in the order
+    of the prompt; empty in a mean over prompts.
     """
 
     rows: Rows
     kept: float
     best: list[float]
     lost: list[float]
+    images: list[list[float]]
 
 
-def deciding(sums: Tensor, seeing: Tensor, share: float, rows: Rows) -> Deciding:
+def deciding(sums: Tensor, seeing: Tensor, images: Tensor, share: float, rows: Rows) -> Deciding:
     """Let each layer keep the visual tokens with the highest scores, and measure what all layers lose.
 
     Args:
         sums: [L, V], a_j of every visual token in every layer.
         seeing: [V], number of text rows that can see each token.
+        images: [V], number of the image or video of each token.
         share: share of the visual tokens to keep, rounded as `target_visual_tokens` of `HAE`, at least one token.
         rows: whether a_j is divided by the rows that see j.
     """
@@ -58,14 +61,15 @@ def deciding(sums: Tensor, seeing: Tensor, share: float, rows: Rows) -> Deciding
     best = kept @ kept.T / kept.sum(1).clamp_min(1)
     attention = sums / sums.sum(1, keepdim=True).clamp_min(1e-30)
     lost = 1 - kept @ attention.T
-    return Deciding(rows, count / tokens, best.mean(1).tolist(), lost.mean(1).tolist())
+    of_images = torch.stack([kept[:, images == image].mean(1) for image in images.unique()], 1)
+    return Deciding(rows, count / tokens, best.mean(1).tolist(), lost.mean(1).tolist(), of_images.tolist())
 
 
 def mean_of(found: Sequence[Deciding]) -> Deciding:
     """Return the mean over prompts; all entries have the same `rows`."""
     best, lost = (torch.tensor([getattr(each, key) for each in found]).double().mean(0) for key in ("best", "lost"))
     kept = sum(each.kept for each in found) / len(found)
-    return Deciding(found[0].rows, kept, best.tolist(), lost.tolist())
+    return Deciding(found[0].rows, kept, best.tolist(), lost.tolist(), [])
 
 
 def seeing_rows(rows: Tensor, valid: Tensor, columns: int, visible: Visible | None) -> Tensor:

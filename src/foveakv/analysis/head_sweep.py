@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
 from torch import Tensor
 
@@ -19,6 +20,7 @@ from foveakv.errors import MethodError
 from foveakv.methods.hybridkv import HybridKV
 
 THETAS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99)
+RHO, CHUNK = 0.75, 8  # the paper's, where the method chooses for itself
 RHOS = (0.0, 0.25, 0.5, 0.75, 1.0, 1.25)
 
 
@@ -45,6 +47,8 @@ def sweep(
 ) -> list[Point]:
     """Return a point for every theta at the method's rho, and one for every rho at the method's own types.
 
+    A rho or chunk size that the method chooses for itself counts as the paper's, 0.75 or 8.
+
     Args:
         maps: scores and types of the heads.
         rules: settings of HybridKV; its budget, rho, alpha, chunk_size, rounding and levels are used.
@@ -54,7 +58,7 @@ def sweep(
         MethodError: the budget is in bytes.
     """
     check_budget(rules)
-    return [_point(maps, rules, theta, rules.rho) for theta in thetas] + [
+    return [_point(maps, rules, theta, _given(rules.rho, RHO)) for theta in thetas] + [
         _point(maps, rules, None, rho) for rho in rhos
     ]
 
@@ -65,8 +69,14 @@ def check_budget(rules: HybridKV) -> None:
         raise MethodError("the sweep over theta and rho takes a budget as a share of the prompt or in tokens per head")
 
 
+def _given(value: Any, default: float) -> float:
+    """Return a number that was set, or the default for an option such as "auto"."""
+    return default if isinstance(value, str) else value
+
+
 def _point(maps: PromptHeads, rules: HybridKV, theta: float | None, rho: float) -> Point:
     budget = parse_budget(rules.budget)
+    chunk = int(_given(rules.chunk_size, CHUNK))
     parts: list[tuple[float, ...]] = []
     each: tuple[list[float], list[float]] = ([], [])
     for scores, own, context in zip(maps.scores, maps.static, maps.tokens, strict=True):
@@ -74,7 +84,7 @@ def _point(maps: PromptHeads, rules: HybridKV, theta: float | None, rho: float) 
         tokens = min(budget.value * context if budget.kind == "ratio" else budget.value, context)
         total = max(int(tokens * scores.numel()), scores.numel())
         found = allocate_heads(
-            scores, static, context, total, rho, rules.alpha, min_budget=1, chunk=rules.chunk_size,
+            scores, static, context, total, rho, rules.alpha, min_budget=1, chunk=chunk,
             rounding=rules.rounding, head_level=rules.head_level, type_level=rules.type_level,
         )  # fmt: skip
         parts.append((float(static.double().mean()), found.static / total, found.dynamic / total))

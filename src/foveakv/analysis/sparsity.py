@@ -312,11 +312,12 @@ def _measured(label: str, found: Any, prompt: PromptMap, share: float) -> Prompt
         per_layer |= {"overlap": None, "rule_overlap": None}
     visual = prompt.visual[0].cpu()
     sums = torch.stack([layer[0, visual] for layer in found.sums])
+    given = sums, found.seeing[0, visual], prompt.index[0].cpu()[visual]
     return PromptSparsity(
         label=label,
         prompt_tokens=int(prompt.real.sum()),
         visual_tokens=int(prompt.visual.sum()),
         evicted=evicted,
-        deciding={rows: deciding(sums, found.seeing[0, visual], share, rows) for rows in ROWS},
+        deciding={rows: deciding(*given, share, rows) for rows in ROWS},
         **per_layer,
     )

@@ -151,4 +151,4 @@ def _threshold(method: Any) -> str:
         return f"nothing ({method.classify})"
     if method.theta_quantile is not None:
         return f"its {method.theta_quantile:g} quantile"
-    return method.theta if isinstance(method.theta, str) else f"{method.theta:g}"
+    return "a score that suits the prompt (theta=auto)" if method.theta == "auto" else f"{method.theta:g}"

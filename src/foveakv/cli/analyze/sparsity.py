@@ -60,6 +60,8 @@ def sparsity(
             highlight=False,
         )
     out.print(_deciding(result))
+    if any(len(found.deciding["sum"].images[0]) > 1 for found in result.prompts):
+        out.print(_images(result))
     given.write(result, draw_sparsity)
 
 
@@ -125,6 +127,15 @@ def _deciding(result: Any) -> Any:
         titles,
         rows,
     )
+
+
+def _images(result: Any) -> Any:
+    rows = []
+    for found in result.prompts:
+        chosen = [each.images[0] for each in found.deciding.values()]
+        rows.append((found.label, *(f"{kept[i]:.0%}" for i in (0, -1) for kept in chosen)))
+    titles = ("prompt", "first image, sum", "mean", "last image, sum", "mean")
+    return figures("tokens of the first and the last image that the first layer's choice keeps", titles, rows)
 
 
 def _range(values: Sequence[float]) -> str:
