@@ -95,7 +95,7 @@ def test_text_prior_order_by_hand() -> None:
         99: set(range(10)),
     }
     for budget, columns in expected.items():
-        keep = text_prior_keep(scores, at.text, at.real, torch.tensor([[budget]]), window=2)
+        keep = text_prior(scores, at, torch.tensor([[budget]]), window=2)
         assert set(keep[0, 0].nonzero()[:, 0].tolist()) == columns, budget
 
 
