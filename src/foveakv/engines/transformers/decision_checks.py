@@ -21,7 +21,7 @@ _NOT_BY: dict[Call, tuple[str, ...]] = {
     "after_prefill": ("keys", "values", "fields", "evict", "stream"),
     "decode": ("keys", "values", "fields", "offload", "chunks", "stream"),
 }
-_PLACES, _SUMMARIES, _DIGESTS = ("host", "device", "disk"), ("mean", "bounds"), ("model", "bf16", "int8")
+_PLACES, _SUMMARIES, _DIGESTS = ("host", "device", "disk"), ("mean", "bounds"), ("model", "bf16", "int8", "int4")
 
 
 def returned(method: Method, call: Call, decision: object) -> Decision:
