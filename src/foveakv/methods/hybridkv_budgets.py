@@ -88,7 +88,8 @@ def most_dynamic(geometry: Geometry, kind: Digest, chunk: int, totals: list[int]
     for total, context in zip(totals, geometry.contexts, strict=True):
         digests = geometry.heads * digest_slots(geometry, kind, chunk, int(context))
         free = not digests or total >= int(context) * geometry.heads
-        counts.append(geometry.heads if free else math.floor(geometry.heads * min(1, DIGEST_SHARE * total / digests)))
+        most = geometry.heads if free else math.floor(DIGEST_SHARE * total * geometry.heads / digests)
+        counts.append(min(most, geometry.heads))
     return counts
 
 
