@@ -17,7 +17,7 @@ from foveakv.core.budget import Geometry
 from foveakv.core.prompt import IMAGE, PAD, TEXT, PromptMap
 from foveakv.engines.transformers import decisions
 from foveakv.engines.transformers.slots import StoredSlots
-from foveakv.methods import Decision, DecodeView, Method, PrefillView, PromptEndView, PromptView, ReadView
+from foveakv.methods import Decision, DecodeView, Method, ModelFacts, PrefillView, PromptEndView, PromptView, ReadView
 from foveakv.methods.views import Repeated, ResultView
 
 LAYERS, HEADS, GROUP, DIM = 4, 2, 2, 8
@@ -183,6 +183,7 @@ class Done:
     attended: list[list[list[list[list[int]]]]] = field(default_factory=list)
     slots: list[Any] = field(default_factory=list)
     made: list[tuple[str, int, Decision, tuple[int, int, int]]] = field(default_factory=list)
+    method: Any = None  # as for a model with these layers
     state: Any = None
     results: Any = None
 
@@ -190,7 +191,8 @@ class Done:
 def run(method: Method, case: Case, make: type[PlainLayer] | type[EngineLayer] = PlainLayer) -> Done:
     """begin, prefill of every layer, after_prefill, then all decode steps."""
     done, request, layers = Done(), case.request, []
-    done.state = method.begin(request)
+    method = method.for_model(ModelFacts(tuple(range(LAYERS)), LAYERS, "plain", lambda: "0" * 64))
+    done.method, done.state = method, method.begin(request)
     prompt, index, pruned = case.prompt, torch.arange(case.prompt.columns).expand(case.prompt.kinds.shape), False
     for idx, (query, keys, values) in enumerate(case.layers):
         query, keys, values = (
@@ -206,6 +208,9 @@ def run(method: Method, case: Case, make: type[PlainLayer] | type[EngineLayer] =
         assert all(map(torch.equal, before, (query, keys, values))), "a view's tensors are not written to"
         done.made.append(("prefill", idx, decision, tuple(keys.shape[:3])))
         layers.append(make(view, decision))
+        for number, each in enumerate(decision.earlier or []):
+            done.made.append(("earlier", number, each, (case.prompt.batch, HEADS, case.prompt.columns)))
+            layers[number].settle(each, case.prompt.real)
         if decision.stream is not None:
             assert method.prunes_after == idx
             prompt, index, pruned = shortened(case.prompt, decision.stream)

@@ -6,6 +6,9 @@ of the bin.
 Every stored slot has a score, its cumulative attention (Eq. 5): the sum of the attention it received from every query
 since it was added. Slots beyond l are marked, one per step, and are still stored and attended to. When D slots are
 marked, D slots are evicted at once.
+
+With `BinLayer.prompt`, candidates are the tokens of the prompt only, as long as it has enough of them; from then on
+every token is a candidate.
 """
 
 from __future__ import annotations
@@ -19,10 +22,12 @@ from torch import Tensor
 from foveakv.core.selection import keep_top
 from foveakv.errors import MethodError
 from foveakv.methods import checks
-from foveakv.methods.views import Decision, DecodeView, Evict, Field, State
+from foveakv.methods.ranking import lowest, mark_highest, rank_of
+from foveakv.methods.views import Decision, DecodeView, Evict, Field, Slots, State
 
 # Per-slot fields: cumulative attention, in the bin or not, steps among the most attended, steps since it was added.
 SCORE, MARKED, USES, AGE = "score", "marked", "uses", "age"
+_OPEN = 2**62  # in `BinLayer.prompt`: every token is a candidate
 MOST_ATTENDED = 0.1  # share of the slots that count as "used" in a step; not stated in the paper
 
 
@@ -30,14 +35,16 @@ MOST_ATTENDED = 0.1  # share of the slots that count as "used" in a step; not st
 class BinLayer(State):
     """Recycle bin of one layer.
 
-    steady: l, tokens per head. recent: newest tokens that are never candidates. marked: tokens in the bin. All three
-    int64 [B] on the CPU, like the lengths that they are compared with. since: tokens seen when slots were first moved.
+    steady: l, tokens per head. recent: newest tokens that are never candidates. marked: tokens in the bin. prompt:
+    stored slots of the prompt, where only they are candidates; None = every token is one. All four are int64 [B] on the
+    CPU, like the lengths that they are compared with. since: tokens seen when slots were first moved.
     last_sink [B, H, 1], newest [B, H, n]: positions, see `RecycleBin._look_up_protected`.
     """
 
     steady: Tensor
     recent: Tensor
     marked: Tensor
+    prompt: Tensor | None = None
     since: int | None = None
     last_sink: Tensor | None = None
     newest: Tensor | None = None
@@ -55,10 +62,11 @@ class BinState(State):
     peak: int = 0
     evicted_decode: int = 0
 
-    def add_layer(self, steady: Tensor, recent: Tensor) -> None:
-        """Add an empty bin for the next layer; steady, recent: int64 [B]."""
+    def add_layer(self, steady: Tensor, recent: Tensor, prompt: Tensor | None = None) -> None:
+        """Add an empty bin for the next layer; steady, recent, prompt: int64 [B], see `BinLayer`."""
         sizes = steady.cpu().clone(), recent.cpu().clone()
-        self.layers.append(BinLayer(*sizes, torch.zeros_like(sizes[0])))
+        own = None if prompt is None else prompt.cpu().clone()
+        self.layers.append(BinLayer(*sizes, torch.zeros_like(sizes[0]), own))
 
     def figures(self) -> dict[str, object]:
         """Return plain values for reports; empty before the first layer has been added."""
@@ -150,12 +158,21 @@ class RecycleBin:
         # All heads of a layer store the same number of tokens.
         sizes = zip(slots.sequence_lengths, layer.steady.tolist(), strict=True)
         over = [max(0, length - steady) for length, steady in sizes]
+        self._open(slots, layer, over)
         if self.size == 1 and layer.since is None and any(over):  # nothing has been moved so far
             self._look_up_protected(view, layer)
         evict = [count // self.size * self.size for count in over]
         state.peak = max(state.peak, slots.max_length)
         state.evicted_decode += sum(evict) * slots.heads
-        flushes = sum(evict) // self.size
+        decision = self._decide(view, layer, over, evict, attention_sum)
+        if layer.prompt is not None and any(evict):
+            layer.prompt = layer.prompt - torch.tensor(evict)
+        return decision
+
+    def _decide(
+        self, view: DecodeView, layer: BinLayer, over: list[int], evict: list[int], attention_sum: Tensor
+    ) -> Decision | None:
+        slots, flushes = view.slots, sum(evict) // self.size
         if self._one_each(layer, over, evict):
             found = self._add_and_find(view, layer, attention_sum, over, evict)
             if found is not None:
@@ -167,12 +184,20 @@ class RecycleBin:
             return None
         if self.size == 1:
             positions = slots.positions()
-            lowest = _lowest(self._order(view, layer, positions), evict, positions)
-            return Decision(evict=Evict(lowest, evict), flushes=flushes)
+            victims = lowest(self._order(view, layer, positions), evict, positions)
+            return Decision(evict=Evict(victims, evict), flushes=flushes)
         if any(evict):
             return self._flush(view, layer, over, evict, flushes)
         self._mark(view, layer, over)
         return None
+
+    def _open(self, slots: Slots, layer: BinLayer, over: list[int]) -> None:
+        """Make every token a candidate in sequences whose prompt has fewer candidates than the bin needs."""
+        if layer.prompt is None or not any(over):
+            return
+        lengths = torch.tensor(slots.sequence_lengths)
+        room = torch.minimum(layer.prompt, lengths - layer.recent) - self.sink
+        layer.prompt = layer.prompt.masked_fill(room < torch.tensor(over), _OPEN)
 
     def _one_each(self, layer: BinLayer, over: list[int], evict: list[int]) -> bool:
         """Whether this step selects at most one token per sequence, by scores alone (the common case)."""
@@ -187,7 +212,7 @@ class RecycleBin:
     ) -> Tensor | None:
         """Add the attention of the step and find (if D > 1, mark) the lowest slot in one pass: int64 [B, H or 1, 1].
 
-        Equivalent to `Slots.add` and `_lowest` or `_mark`; sums over 16 or more heads may differ in the last bit. None
+        Equivalent to `Slots.add` and `lowest` or `_mark`; sums over 16 or more heads may differ in the last bit. None
         if the fused pass is not available.
         """
         slots = view.slots
@@ -197,8 +222,10 @@ class RecycleBin:
             first, end = self._positions_between(view, layer, groups)
         else:
             wanted = list(map(sub, over, layer.marked.tolist()))
-            lengths = map(sub, slots.sequence_lengths, layer.recent.tolist())
-            first, end = [self.sink] * (len(over) * groups), [length for length in lengths for _ in range(groups)]
+            ends = map(sub, slots.sequence_lengths, layer.recent.tolist())
+            if layer.prompt is not None:
+                ends = map(min, ends, layer.prompt.tolist())
+            first, end = [self.sink] * (len(over) * groups), [limit for limit in ends for _ in range(groups)]
         end = [limit if wanted[i // groups] else 0 for i, limit in enumerate(end)]
         found = slots.add_and_find(
             SCORE, attention_sum, first, end, per_head=self.per_head, by_position=self.size == 1,
@@ -216,9 +243,12 @@ class RecycleBin:
             first = (layer.last_sink[:, :groups] + 1).flatten().tolist()
         recent = layer.recent.tolist()
         end = self._first_recent(view, layer, recent) if any(recent) else view.seen
-        if isinstance(end, Tensor):
-            return first, end.expand(batch, groups, 1).flatten().tolist()
-        return first, [end] * (batch * groups)
+        ends = end.expand(batch, groups, 1).flatten().tolist() if isinstance(end, Tensor) else [end] * (batch * groups)
+        if layer.prompt is not None:
+            columns = view.request.prompt.columns
+            limits = [view.seen if left >= _OPEN // 2 else columns for left in layer.prompt.tolist()]
+            ends = [min(limits[i // groups], each) for i, each in enumerate(ends)]
+        return first, ends
 
     def _mark(self, view: DecodeView, layer: BinLayer, over: list[int]) -> None:
         """Mark the lowest unmarked tokens until `over` [B] tokens are in the bin."""
@@ -226,7 +256,7 @@ class RecycleBin:
         if any(new):
             order = self._order(view, layer)
             marked = view.slots.field(MARKED)[:, : order.shape[1]]
-            view.slots.put(MARKED, _lowest(order.masked_fill(marked, torch.inf), new), new, True)
+            view.slots.put(MARKED, lowest(order.masked_fill(marked, torch.inf), new), new, True)
         layer.marked = torch.tensor(over)
 
     def _flush(self, view: DecodeView, layer: BinLayer, over: list[int], evict: list[int], flushes: int) -> Decision:
@@ -235,16 +265,16 @@ class RecycleBin:
         order = -self._order(view, layer)  # the highest is evicted first
         marked = slots.field(MARKED)[:, : order.shape[1]]
         new = [count - was for count, was in zip(over, layer.marked.tolist(), strict=True)]
-        marked = marked | _mark_highest(order.masked_fill(marked, -torch.inf), new)
+        marked = marked | mark_highest(order.masked_fill(marked, -torch.inf), new)
         left = [count - gone for count, gone in zip(over, evict, strict=True)]
         if self.mode == "mark" and not self.restore:
-            victims = _mark_highest(order.masked_fill(~marked, -torch.inf), evict)
+            victims = mark_highest(order.masked_fill(~marked, -torch.inf), evict)
             marked = marked & ~victims
         else:
             # Marked tokens that score above the lowest unmarked one swap places with it. Flushed tokens are then the
             # lowest of all candidates, so "mark" with restore=True and "rerank" evict the same tokens.
-            victims = _mark_highest(order, evict)
-            again = _mark_highest(order.masked_fill(victims, -torch.inf), left)
+            victims = mark_highest(order, evict)
+            again = mark_highest(order.masked_fill(victims, -torch.inf), left)
             flushing = torch.tensor([count > 0 for count in evict], device=order.device)[:, None, None]
             restored = marked & ~victims & ~again & flushing
             restored_slots = int(restored.sum()) * (1 if self.per_head else slots.heads)
@@ -263,9 +293,12 @@ class RecycleBin:
         recent, ragged = layer.recent.tolist(), not slots.uniform
         protected = None
         if positions is None:
-            if ragged or self.sink or any(recent):
+            if ragged or self.sink or any(recent) or layer.prompt is not None:
                 number = torch.arange(slots.max_length, device=order.device)
-                end = (slots.lengths[:, 0] - layer.recent).to(order.device)[:, None, None]
+                end = slots.lengths[:, 0] - layer.recent
+                if layer.prompt is not None:
+                    end = torch.minimum(end, layer.prompt)
+                end = end.to(order.device)[:, None, None]
                 protected = (number < self.sink) | (number >= end)
         else:
             positions = positions[:, : order.shape[1]]
@@ -274,6 +307,10 @@ class RecycleBin:
             if any(recent):
                 newest = positions >= self._first_recent(view, layer, recent)
                 protected = newest if protected is None else protected | newest
+            if layer.prompt is not None:
+                closed = (layer.prompt < _OPEN // 2).to(order.device)[:, None, None]
+                decoded = closed & (positions >= view.request.prompt.columns)
+                protected = decoded if protected is None else protected | decoded
         return order if protected is None else order.masked_fill(protected, torch.inf)
 
     def _look_up_protected(self, view: DecodeView, layer: BinLayer) -> None:
@@ -340,42 +377,7 @@ class RecycleBin:
         valid = slots.valid()[:, :heads]
         frequency = slots.field(USES)[:, :heads] / slots.field(AGE)[:, :heads].clamp_min(1)
         weight = self.frequency_weight
-        return weight * _rank(frequency.to(value.dtype), valid) + (1 - weight) * _rank(value, valid)
-
-
-def _rank(values: Tensor, valid: Tensor) -> Tensor:
-    """Return the number of stored slots with a lower value: [B, H, M] in the values' dtype; ties get equal ranks."""
-    values = values.masked_fill(~valid, torch.inf)
-    ordered = values.sort(dim=-1).values
-    return torch.searchsorted(ordered, values.contiguous()).to(values.dtype)
-
-
-def _lowest(order: Tensor, counts: list[int], ages: Tensor | None = None) -> Tensor:
-    """Return the slots with the lowest values of order [B, H, M]: int64 [B, H, n], n = max(counts), lowest first.
-
-    Ties go to lower `ages` [B, at least H, M] (positions, if slots are stored in any order), else to lower slots.
-    """
-    most = max(counts)
-    if ages is None:
-        return order.argmin(-1, keepdim=True) if most == 1 else order.argsort(dim=-1, stable=True)[..., :most]
-    ages = ages[:, : order.shape[1]]
-    if most == 1:
-        oldest = torch.where(order == order.amin(-1, keepdim=True), ages, torch.iinfo(torch.int32).max)
-        return oldest.argmin(-1, keepdim=True)
-    by_age = ages.argsort(dim=-1, stable=True)
-    return by_age.gather(-1, order.gather(-1, by_age).argsort(dim=-1, stable=True)[..., :most])
-
-
-def _mark_highest(order: Tensor, counts: list[int]) -> Tensor:
-    """Mark the counts[b] highest values per head of order [B, H, M]; ties go to lower slots, -inf is never marked."""
-    if max(counts) <= 0:
-        return torch.zeros_like(order, dtype=torch.bool)
-    wanted = torch.tensor(counts, device=order.device)[:, None]
-    if max(counts) > 1:
-        return keep_top(order, wanted)
-    top, where = order.max(dim=-1, keepdim=True)  # avoids sorting
-    marks = torch.zeros_like(order, dtype=torch.bool)
-    return marks.scatter_(-1, where, (top > -torch.inf) & (wanted[..., None] > 0))
+        return weight * rank_of(frequency.to(value.dtype), valid) + (1 - weight) * rank_of(value, valid)
 
 
 def check_room(name: str, steady: Tensor, contexts: Tensor, protected: int, what: str) -> None:

@@ -14,7 +14,7 @@ from foveakv.errors import MethodError
 from foveakv.methods.views import PrefillView
 
 
-def prompt_scores(view: PrefillView, rows: Literal["all"] | int) -> Tensor:
+def prompt_scores(view: PrefillView, rows: Literal["all"] | int, *, value_norm: bool = False) -> Tensor:
     """Compute the attention every prompt column receives from the prompt's queries, summed over the query group.
 
     HAE (arXiv 2602.02197) does not state whether the prompt's queries count in Eq. 5; we count them.
@@ -23,10 +23,21 @@ def prompt_scores(view: PrefillView, rows: Literal["all"] | int) -> Tensor:
         view: the layer.
         rows: "all" sums over all queries. With a number of rows (not in the paper) the sums are estimated: a quarter of
             them are the last rows; the others are evenly spaced and represent all earlier rows.
+        value_norm: multiply by the norm of each value, as a multiple of its mean over the head (not in the paper).
 
     Returns:
         [B, H, C], float32 or float64.
     """
+    sums = _all_or_sampled(view, rows)
+    if not value_norm:
+        return sums
+    real = view.prompt.real[:, None]
+    norms = view.values.to(sums.dtype).norm(dim=-1).masked_fill(~real, 0)
+    mean = norms.sum(-1, keepdim=True) / real.sum(-1, keepdim=True).clamp_min(1)
+    return sums * norms / mean.clamp_min(torch.finfo(sums.dtype).tiny)
+
+
+def _all_or_sampled(view: PrefillView, rows: Literal["all"] | int) -> Tensor:
     real = view.prompt.real
     lengths = real.sum(-1)
     order = real_first(real)

@@ -18,9 +18,10 @@ from foveakv.methods.views import Decision, Evict, Field, Offload, PrefillView
 Call = Literal["prefill", "after_prefill", "decode"]
 _NOT_BY: dict[Call, tuple[str, ...]] = {
     "prefill": ("evict",),
-    "after_prefill": ("keys", "values", "fields", "evict", "stream"),
-    "decode": ("keys", "values", "fields", "offload", "chunks", "stream"),
+    "after_prefill": ("keys", "values", "fields", "evict", "stream", "earlier"),
+    "decode": ("keys", "values", "fields", "offload", "chunks", "stream", "earlier"),
 }
+_NOT_EARLIER = ("keys", "values", "fields", "evict", "offload", "chunks", "stream", "earlier")
 _PLACES, _SUMMARIES, _DIGESTS = ("host", "device", "disk"), ("mean", "bounds"), ("model", "bf16", "int8")
 
 
@@ -89,6 +90,28 @@ def check_prefill(method: str, decision: Decision, view: PrefillView) -> None:
     stream = decision.stream
     if stream is not None and (not _is(stream, torch.bool) or stream.shape != (batch, columns)):
         raise MethodError(f"{method}: stream must be bool [{batch}, {columns}], got {_words(stream)}")
+
+
+def check_earlier(method: str, earlier: object, layers: int) -> list[Tensor | None]:
+    """Return what `Decision.earlier` keeps in each of the `layers` compressed layers before the deciding one.
+
+    Raises:
+        MethodError: no list of one decision per layer, or a decision about anything but `keep`.
+    """
+    if not isinstance(earlier, (list, tuple)) or len(earlier) != layers:
+        what = f"{len(earlier)} decisions" if isinstance(earlier, (list, tuple)) else type(earlier).__name__
+        raise MethodError(
+            f"{method}: `earlier` must be a list of {layers} decisions, one per earlier layer; got {what}"
+        )
+    found = []
+    for each in earlier:
+        if not isinstance(each, Decision):
+            raise MethodError(f"{method}: `earlier` must hold a Decision per layer, got {type(each).__name__}")
+        for name in _NOT_EARLIER:
+            if _given(each, name):
+                raise MethodError(f"{method}: `earlier` cannot decide about {name}; it has `keep` only")
+        found.append(each.keep)
+    return found
 
 
 def check_stream_layer(method: Method, compressed_idx: int) -> None:

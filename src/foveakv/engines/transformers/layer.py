@@ -12,7 +12,7 @@ from foveakv.core.columns import in_order
 from foveakv.engines.transformers import compat, decisions
 from foveakv.engines.transformers.contract import OwningCache
 from foveakv.engines.transformers.counts import Counts
-from foveakv.engines.transformers.decision_checks import check_prefill, check_relevance, returned
+from foveakv.engines.transformers.decision_checks import check_earlier, check_prefill, check_relevance, returned
 from foveakv.engines.transformers.handle import KVHandle
 from foveakv.engines.transformers.masks import Mask, stored_mask, visible_rows
 from foveakv.engines.transformers.second_pass import attend_twice
@@ -235,6 +235,8 @@ class CompressedLayer(compat.CacheLayerMixin):
             decisions.check_finite(view)
         decision = returned(cache.method, "prefill", cache.method.prefill(view))
         check_prefill(cache.method.name, decision, view)
+        earlier = decision.earlier
+        kept = [] if earlier is None else check_earlier(cache.method.name, earlier, self.compressed_idx)
         if decision.stream is not None:
             cache.prune_stream(decision.stream, self.compressed_idx)
         self.segments, self.store = decisions.store_prompt(view, decision, cache.storage)
@@ -246,10 +248,17 @@ class CompressedLayer(compat.CacheLayerMixin):
         self.full_nbytes = per_slot * heads * batch * cache.prompt_columns
         # Copies that a method made for merging still exist.
         cache.note_peak(sum(made.nbytes for made in (decision.keys, decision.values) if made is not None))
+        for layer, columns in zip(cache.compressed, kept, strict=False):
+            layer.narrow(columns)
         self._dense = self._queries = None
         if handle is not None:
             handle.release()
         cache.end_layer(self)
+
+    def narrow(self, keep: Tensor | None) -> None:
+        """Evict prompt columns that a later layer has decided about; keep: bool [B, H or 1, C], None = all."""
+        if keep is not None:
+            decisions.keep_columns(self._stored, keep, self.cache.full_prompt.real, self.cache.storage)
 
     def settle(self, decision: Decision) -> None:
         """Carry out the decision that `after_prefill` made for this layer."""
