@@ -12,7 +12,7 @@ from families import Picture, Row
 
 import foveakv
 from foveakv.methods.lookm import LookM
-from foveakv.methods.snapkv import window_tokens
+from foveakv.methods.windows import kept_window
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -157,7 +157,7 @@ def test_the_papers_rule_keeps_the_newest_tokens_only(name: str, budget: int) ->
 def test_the_window_gets_its_share(name: str, budget: int, share: float) -> None:
     held, _, columns = kept_of_prompt(name, budget, window_share=share)
     window = max(1, int(budget * share))
-    assert window == int(window_tokens(torch.tensor([budget]), 32, share))
+    assert window == int(kept_window(torch.tensor([budget]), torch.tensor([32]), share))
     for head in held:
         assert len(head) == budget
         assert set(range(columns - window, columns)) <= set(head)

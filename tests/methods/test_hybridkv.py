@@ -28,7 +28,9 @@ from masked_reference import largest_difference, recorded
 import foveakv
 from foveakv.core.prompt import IMAGE, PAD, TEXT, PromptMap
 from foveakv.errors import UnsupportedModeError
-from foveakv.methods.hybridkv import HybridKV, text_prior_keep
+from foveakv.methods.hybridkv import HybridKV
+from foveakv.methods.text_first import text_first
+from foveakv.methods.windows import kept_window
 
 # ---- head scores and classes
 
@@ -77,6 +79,12 @@ def test_a_prompt_without_images_is_scored_by_all_its_text() -> None:
 # ---- static heads
 
 
+def text_prior(scores: torch.Tensor, at: PromptMap, budgets: list[list[int]], window: int) -> torch.Tensor:
+    """What static heads keep with the paper's window_share=1 and visual_share=0."""
+    sizes = torch.tensor(budgets)
+    return text_first(scores, at.text, at.real, sizes, kept_window(sizes, torch.tensor([[window]]), 1.0))
+
+
 def test_text_prior_order_by_hand() -> None:
     #                 0     1      2      3     4      5      6     7     8      9
     kinds = torch.tensor([[TEXT, IMAGE, IMAGE, TEXT, IMAGE, IMAGE, TEXT, TEXT, IMAGE, TEXT]])
@@ -95,7 +103,7 @@ def test_text_prior_order_by_hand() -> None:
         99: set(range(10)),
     }
     for budget, columns in expected.items():
-        keep = text_prior_keep(scores, at.text, at.real, torch.tensor([[budget]]), window=2)
+        keep = text_prior(scores, at, [[budget]], 2)
         assert set(keep[0, 0].nonzero()[:, 0].tolist()) == columns, budget
 
 
@@ -103,7 +111,7 @@ def test_text_prior_ignores_padding_on_either_side() -> None:
     kinds = torch.tensor([[PAD, PAD, TEXT, IMAGE, IMAGE, TEXT], [TEXT, IMAGE, IMAGE, TEXT, PAD, PAD]])
     at = PromptMap(kinds)
     scores = torch.tensor([[[9.0, 9, 0.1, 0.3, 0.2, 0]], [[0.1, 0.3, 0.2, 0, 9.0, 9]]])
-    keep = text_prior_keep(scores, at.text, at.real, torch.tensor([[3], [3]]), window=1)
+    keep = text_prior(scores, at, [[3], [3]], 1)
     assert keep[:, 0].int().tolist() == [[0, 0, 1, 1, 0, 1], [1, 1, 0, 1, 0, 0]]
 
 

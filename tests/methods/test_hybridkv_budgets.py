@@ -20,7 +20,8 @@ from foveakv.methods.hybridkv import HybridKV
 @pytest.mark.parametrize(
     "options",
     [{}, {"theta_quantile": 0.4}, {"theta_quantile": 0.4, "rounding": "nearest"}, {"classify": "all_dynamic"},
-     {"theta_quantile": 0.4, "spend_rest": True},
+     {"theta_quantile": 0.4, "rounding": "down", "spend_rest": True}, {"theta": 0.75}, {"theta": 0.75, "chunk_size": 2},
+     {"theta_quantile": 0.8, "chunk_size": 2, "digest_dtype": "model"}, {"theta_quantile": 0.4, "visual_share": 0.5},
      {"classify": "all_static"}, {"theta_quantile": 0.7, "type_level": False}, {"theta_quantile": 0.2, "rho": 3.0}],
 )  # fmt: skip
 def test_budgets_are_never_exceeded(budget: Any, options: dict[str, Any]) -> None:
@@ -42,8 +43,9 @@ def test_budgets_are_never_exceeded(budget: Any, options: dict[str, Any]) -> Non
 
 
 def test_the_rest_of_rounding_down_goes_to_static_heads() -> None:
+    options: dict[str, Any] = {"budget": 0.35, "theta_quantile": 0.4, "window": 4, "chunk_size": 8}
     left, spent = (
-        run(HybridKV(budget=0.35, theta_quantile=0.4, window=4, spend_rest=spend), prompt(), max_new_tokens=2)[2]
+        run(HybridKV(**options, rounding="down", spend_rest=spend), prompt(), max_new_tokens=2)[2]
         for spend in (False, True)
     )
     total = spent.cache.state.total
@@ -87,7 +89,9 @@ def test_reported_bytes_are_those_of_the_tensors(store: Any) -> None:
 
 def test_the_device_holds_less_than_a_full_cache() -> None:
     inputs = families.prompt(FAMILY, images=8, text=60)
-    _, _, session = run(HybridKV(budget=0.1, classify="all_dynamic", window=8), inputs)
+    _, _, session = run(
+        HybridKV(budget=0.1, classify="all_dynamic", window=8, chunk_size=8, digest_dtype="model"), inputs
+    )
     report = session.report
     heads = families.LAYERS * families.KV_HEADS
     assert report.details["digest_bytes"] == heads * (session.cache.prompt_columns // 8) * 16 * 4
@@ -136,7 +140,7 @@ def test_digests_are_paid_from_the_budget(classify: str, digest_dtype: str) -> N
         ({"text_rows": "none"}, "text_rows must be one of 'after_visual' or 'all'"),
         ({"store": "cloud"}, "store must be one of 'host', 'device' or 'disk'"),
         ({"classify": "static"}, "classify must be one of 'auto'"),
-        ({"rounding": "up"}, "rounding must be one of 'down' or 'nearest'"),
+        ({"rounding": "up"}, "rounding must be one of 'chunks', 'down' or 'nearest'"),
         ({"store_dir": "/tmp"}, 'store="disk" only'),
         ({"digest_dtype": "int4"}, "digest_dtype must be one of 'model', 'bf16' or 'int8'"),
     ],
@@ -155,13 +159,13 @@ def test_a_store_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Any)
 
 def test_presets() -> None:
     paper, small = HybridKV.preset("paper", budget=0.2), HybridKV.preset("small")
-    assert (paper.theta, paper.rho, paper.rounding, paper.count_digests, paper.budget) == (
-        0.9,
-        0.75,
-        "nearest",
-        False,
-        0.2,
-    )
+    stated = {
+        "theta": 0.9, "rho": 0.75, "chunk_size": 8, "rounding": "nearest", "text_rows": "all", "max_text_rows": None,
+        "min_budget": 1, "window_share": 1.0, "visual_share": 0.0, "digest_dtype": "model", "count_digests": False,
+        "spend_rest": False, "budget": 0.2,
+    }  # fmt: skip
+    assert {option: getattr(paper, option) for option in stated} == stated
     assert (small.theta_quantile, small.window, small.chunk_size, small.digest_dtype) == (0.7, 8, 4, "int8")
+    assert (small.rounding, small.spend_rest, small.visual_share, small.min_budget) == ("down", False, 0.0, 8)
     with pytest.raises(MethodError, match="paper, small"):
         HybridKV.preset("large")

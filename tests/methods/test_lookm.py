@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from foveakv.methods.lookm import LookM, merged, text_first
+from foveakv.methods.lookm import LookM, merged
+from foveakv.methods.text_first import text_first
 
 FAMILY = "llava"
 
@@ -133,8 +134,8 @@ def test_text_first() -> None:
     text = torch.tensor([False, True, False, True, False, True, False, True])[None]
     real = torch.ones_like(text)
 
-    def kept(size: int, recent: int) -> list[int]:
-        keep = text_first(scores, text, real, torch.tensor([size]), torch.tensor([recent]))
+    def kept(size: int, recent: int, share: float = 0.0) -> list[int]:
+        keep = text_first(scores, text, real, torch.tensor([[size]]), torch.tensor([[recent]]), share)
         return keep[0, 0].nonzero()[:, 0].tolist()
 
     assert kept(4, 2) == [3, 5, 6, 7]  # the window, then the best text
@@ -142,6 +143,10 @@ def test_text_first() -> None:
     assert kept(6, 2) == [0, 1, 3, 5, 6, 7]  # text is in, then visual tokens
     assert kept(8, 2) == list(range(8))
     assert kept(1, 1) == [7]
+    assert kept(4, 2, 0.5) == [0, 5, 6, 7]  # half of the two besides the window
+    assert kept(5, 2, 0.5) == [0, 3, 5, 6, 7]  # rounded down
+    assert kept(5, 2, 1.0) == [0, 2, 4, 6, 7]
+    assert kept(8, 2, 1.0) == list(range(8))
 
 
 @pytest.mark.parametrize("how", ["pivot", "mean", "weighted"])

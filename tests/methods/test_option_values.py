@@ -47,7 +47,7 @@ def test_presets_go_by_name_and_options_change_them() -> None:
     assert (method.theta_quantile, method.chunk_size, method.window, method.budget) == (0.7, 4, 4, 0.2)
     with pytest.raises(MethodError, match="no preset 'huge'"):
         build_method("hae", None, ["preset=huge"])
-    with pytest.raises(MethodError, match="snapkv has no option 'preset'"):
-        build_method("snapkv", None, ["preset=small"])
-    with pytest.raises(MethodError, match="snapkv has no presets"):
-        methods.get("snapkv", preset="small")
+    with pytest.raises(MethodError, match="streaming has no option 'preset'"):
+        build_method("streaming", None, ["preset=small"])
+    with pytest.raises(MethodError, match="streaming has no presets"):
+        methods.get("streaming", preset="small")

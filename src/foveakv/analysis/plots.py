@@ -40,7 +40,8 @@ def draw_heads(path: str | Path, maps: PromptHeads) -> None:
         ordered = scores.flatten().sort(descending=True).values
         share = 100 * np.arange(1, len(ordered) + 1) / len(ordered)
         left.plot(share, ordered, color=_COLOURS[i % 7], linestyle=_DASHES[i % 4], linewidth=1.4, label=_short(label))
-    if maps.settings.get("theta_quantile") is None and maps.settings.get("classify") == "auto":
+    absolute = maps.settings.get("theta_quantile") is None and maps.settings.get("theta") != "auto"
+    if absolute and maps.settings.get("classify") == "auto":
         left.axhline(maps.settings["theta"], color="#888888", linewidth=1, label="theta: static from here")
     left.set_xlabel("heads by decreasing S (%)", fontsize=9)
     left.set_ylabel("S", fontsize=9)

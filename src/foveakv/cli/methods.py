@@ -25,12 +25,24 @@ def methods() -> None:
         settings = ", ".join(f"{f.name}={_default(f)}" for f in dataclasses.fields(cls) if f.init)
         out.print(f"[bold]{name}[/bold]  {escape(summary(cls))}", highlight=False)
         out.print(Padding(escape(declared(cls)), (0, 0, 0, 2)), highlight=False)
-        out.print(Padding(f"[dim]{escape(settings or 'no options')}[/dim]", (0, 0, 1, 2)), highlight=False)
+        presets = presets_of(cls)
+        below = 0 if presets else 1
+        out.print(Padding(f"[dim]{escape(settings or 'no options')}[/dim]", (0, 0, below, 2)), highlight=False)
+        for i, line in enumerate(presets, 1):
+            out.print(Padding(f"[dim]{escape(line)}[/dim]", (0, 0, int(i == len(presets)), 2)), highlight=False)
 
 
 def summary(cls: type) -> str:
     """The first paragraph of a method's docstring, on one line."""
     return " ".join((cls.__doc__ or "").strip().split("\n\n")[0].split())
+
+
+def presets_of(cls: type) -> list[str]:
+    """The presets of a method, one line each, with their options."""
+    named = getattr(cls, "presets", {})
+    return [
+        f"preset={name}: {', '.join(f'{key}={value}' for key, value in own.items())}" for name, own in named.items()
+    ]
 
 
 def declared(cls: type[Method]) -> str:

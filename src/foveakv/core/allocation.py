@@ -85,7 +85,8 @@ def allocate_heads(
     *,
     min_budget: int = 32,
     chunk: int = 8,
-    rounding: Literal["down", "nearest"] = "down",
+    step: int = 1,
+    rounding: Literal["chunks", "down", "nearest"] = "down",
     head_level: bool = True,
     type_level: bool = True,
     spend_rest: bool = False,
@@ -97,13 +98,16 @@ def allocate_heads(
     share B_dyn equally, rounded to a power of two.
 
     Not stated in the paper; we
-    - round down to a power of two (`rounding="nearest"` may exceed B_dyn, which reduces the static budget);
+    - round down to a power of two (`rounding="nearest"` may exceed B_dyn, which reduces the static budget; "chunks"
+      rounds down to `chunk` and a multiple of `step` more);
     - allocate at least one chunk (`chunk` slots) to a dynamic head if the total allows it;
     - trim the ceilings so that the sum never exceeds `total`, the smallest fractions first;
     - cap a head at C and redistribute the surplus; if all heads have one type, that type gets everything;
     - guarantee every head min(min_budget, C) slots. If the total does not suffice for all heads, they are guaranteed an
       equal share total // N (dynamic heads the power of two below it);
-    - leave slots freed by rounding to powers of two unused (`spend_rest=True` gives them to static heads);
+    - leave slots freed by rounding unused (`spend_rest=True` gives them to static heads, and what these cannot hold, or
+      without static heads, to the dynamic heads with the lowest scores, `step` slots each, if budgets are not rounded
+      to powers of two);
     - use a = 0.1 (the paper does not publish it).
 
     Args:
@@ -112,14 +116,14 @@ def allocate_heads(
         context: prompt tokens C.
         total: slots B_total.
         rho, a: as in Eq. 4 and 5.
-        min_budget, chunk, rounding, spend_rest: see above.
+        min_budget, chunk, step, rounding, spend_rest: see above.
         head_level: False splits the static budget equally among static heads.
         type_level: False gives both types the same mean budget.
 
     Raises:
         BudgetError: an argument is invalid, or the total is below one slot per head.
     """
-    _check_allocation(scores, static, context, total, rho, a, min_budget, chunk, rounding)
+    _check_allocation(scores, static, context, total, rho, a, min_budget, chunk, step, rounding)
     is_static = static.flatten().cpu()
     heads = is_static.numel()
     n_static = int(is_static.sum())
@@ -136,7 +140,7 @@ def allocate_heads(
     b_dynamic = min(b_dynamic, total - n_static * minimum, n_dynamic * context)
 
     each = _dynamic_budget(
-        b_dynamic, n_dynamic, n_static, total, context, minimum, wanted if affordable else 1, chunk, rounding
+        b_dynamic, n_dynamic, n_static, total, context, minimum, wanted if affordable else 1, chunk, step, rounding
     )
     spent = each * n_dynamic
     b_static = total - max(spent, 0 if spend_rest else b_dynamic)
@@ -148,9 +152,23 @@ def allocate_heads(
     nominal = b_dynamic + int((weights * (total - b_dynamic) - 1e-9).ceil().sum())
     budgets = torch.full((heads,), each, dtype=torch.int64)
     budgets[is_static] = share_out(weights, b_static, minimum, context, values)
-    return Allocation(
-        budgets.view(static.shape), nominal, int(budgets.sum()), int(budgets[is_static].sum()), spent, minimum
-    )
+    if spend_rest and rounding == "chunks":
+        _add_steps(budgets, scores.flatten().cpu().masked_fill(is_static, torch.inf), n_dynamic, total, step, context)
+    static_part = int(budgets[is_static].sum())
+    true = int(budgets.sum())
+    return Allocation(budgets.view(static.shape), nominal, true, static_part, true - static_part, minimum)
+
+
+def _add_steps(budgets: Tensor, scores: Tensor, count: int, total: int, step: int, context: int) -> None:
+    """Give what is left of the total to the `count` lowest-scored heads, in steps, in place: budgets, scores [N]."""
+    order = scores.argsort(stable=True)[:count]
+    rest = total - int(budgets.sum())
+    while rest > 0:
+        able = order[budgets[order] + step <= context][: rest // step]
+        if not len(able):
+            return
+        budgets[able] += step
+        rest -= len(able) * step
 
 
 def _check_allocation(
@@ -162,6 +180,7 @@ def _check_allocation(
     a: float,
     min_budget: int,
     chunk: int,
+    step: int,
     rounding: str,
 ) -> None:
     if scores.shape != static.shape or not scores.numel():
@@ -176,10 +195,10 @@ def _check_allocation(
         raise BudgetError(f"rho must be 0 or more, got {rho}")
     if not 0 <= a <= 1:
         raise BudgetError(f"a must be between 0 and 1, got {a}")
-    if min_budget < 1 or chunk < 1:
-        raise BudgetError(f"min_budget ({min_budget}) and chunk ({chunk}) must be at least 1")
-    if rounding not in ("down", "nearest"):
-        raise BudgetError(f'rounding must be "down" or "nearest", got {rounding!r}')
+    if min_budget < 1 or chunk < 1 or step < 1:
+        raise BudgetError(f"min_budget ({min_budget}), chunk ({chunk}) and step ({step}) must be at least 1")
+    if rounding not in ("chunks", "down", "nearest"):
+        raise BudgetError(f'rounding must be "chunks", "down" or "nearest", got {rounding!r}')
 
 
 def _dynamic_budget(
@@ -191,9 +210,10 @@ def _dynamic_budget(
     minimum: int,
     required: int,
     chunk: int,
+    step: int,
     rounding: str,
 ) -> int:
-    """Return the slots of each dynamic head: a power of two, or C if capped, or the minimum if no power fits."""
+    """Return the slots of each dynamic head: rounded, or C if capped, or the minimum if nothing rounded fits."""
     if not n_dynamic:
         return 0
 
@@ -203,6 +223,11 @@ def _dynamic_budget(
     mean = Fraction(b_dynamic, n_dynamic)
     if mean >= context:
         return context
+    if rounding == "chunks":
+        if mean < chunk:
+            least = max(chunk, required)
+            return min(least, context) if fits(min(least, context)) else max(math.floor(mean), required)
+        return max(chunk + math.floor((mean - chunk) / step) * step, required)
     low = 1 << (math.floor(mean).bit_length() - 1)
     each = low
     if rounding == "nearest" and 2 * low - mean <= mean - low and fits(min(2 * low, context)):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch.nn import functional as F
 
 from foveakv.core.selection import keep_top
 from foveakv.methods.checks import share
@@ -23,14 +22,16 @@ class AdaKV(SnapKV):
 
     Args:
         budget, window, window_share: as in `SnapKV`.
-        kernel: neighbouring tokens to pool over, odd.
+        kernel: neighbouring tokens to pool over, odd. "auto" as in `SnapKV`, with the paper's 7 as the most.
         floor: share of an equal split of the budget that every head gets, between 0 and 1.
     """
 
-    kernel: int = 7
     floor: float = 0.2
 
     name: ClassVar[str] = "adakv"
+    presets: ClassVar[dict[str, dict[str, Any]]] = {"paper": {"window": 32, "kernel": 7, "window_share": 1.0}}
+    paper_kernel: ClassVar[int] = 7
+    pooling: ClassVar[Literal["mean", "max"]] = "max"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -40,8 +41,6 @@ class AdaKV(SnapKV):
         """Keep the window, each head's own best slots up to its floor, and the best slots of the layer."""
         size = view.budget_tokens(self.budget)
         window, score = self.window_and_scores(view, size)
-        score = score.masked_fill(window[:, None], 0.0)  # pooling must not spread the window's scores
-        score = F.max_pool1d(score, self.kernel, stride=1, padding=self.kernel // 2)
         score = score.masked_fill((window | ~view.prompt.real)[:, None], -torch.inf)
         each = size - window.sum(-1)
         own = keep_top(score, (each * self.floor).long()[:, None])

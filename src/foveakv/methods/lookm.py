@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from foveakv.core.budget import parse_budget
-from foveakv.core.columns import newest
-from foveakv.core.selection import keep_top
 from foveakv.methods.base import Method
 from foveakv.methods.checks import choice, share
+from foveakv.methods.presets import Presets
 from foveakv.methods.prompt_scores import check_rows, prompt_scores
-from foveakv.methods.views import Decision, Observes, PrefillView
+from foveakv.methods.results import Results
+from foveakv.methods.text_first import text_first, text_note
+from foveakv.methods.views import Decision, Observes, PrefillView, ResultView
 
 Merge = Literal["pivot", "mean", "weighted", "none"]
 MERGES = ("pivot", "mean", "weighted", "none")
@@ -23,7 +24,7 @@ _TILE = 2**21  # the most similarities computed at once
 
 
 @dataclass
-class LookM(Method):
+class LookM(Presets, Method):
     """Keep the newest tokens, then text, then visual tokens by attention; merge evicted tokens into the kept ones.
 
     Tokens are selected per KV head. Scores sum the attention from all prompt queries; text is selected before all else
@@ -41,26 +42,32 @@ class LookM(Method):
     - sum the scores of a KV head over its query group;
     - merge rotated keys, as they are stored; a merged token keeps the position of the kept one;
     - merge all evicted tokens; the authors' code omits those of low similarity in one of the merges;
-    - rank audio after text, with visual tokens; if text alone exceeds the budget, we keep its best-scored tokens.
+    - rank audio after text, with visual tokens; if text leaves less than `visual_share` of the budget besides the
+      newest tokens to the others, we keep its best-scored tokens.
 
     Args:
         budget: tokens to keep, newest and others together: a share of the prompt, tokens per head, or bytes.
         recent_ratio: share of the budget for the newest tokens, rounded down, at least one token. The paper splits the
             budget evenly.
         merge: see above; "none" discards evicted tokens (the paper's text-prior eviction alone).
+        visual_share: the share of the slots besides the newest tokens that text leaves to visual tokens (not in the
+            paper; 0 gives text everything, as the paper's text prior does).
         prefill_rows: prompt queries that count for the scores: "all", or a number of sampled rows (not in the paper).
     """
 
     budget: float | int | str = 0.2
     recent_ratio: float = 0.5
     merge: Merge = "pivot"
+    visual_share: float = 0.0
     prefill_rows: Literal["all"] | int = "all"
 
     name: ClassVar[str] = "lookm"
+    presets: ClassVar[dict[str, dict[str, Any]]] = {"paper": {"visual_share": 0.0}}
 
     def __post_init__(self) -> None:
         parse_budget(self.budget)
         share(self.name, "recent_ratio", self.recent_ratio, meaning="the share of the budget for the newest tokens")
+        share(self.name, "visual_share", self.visual_share, meaning="of the slots that text leaves to visual tokens")
         choice(self.name, "merge", self.merge, MERGES)
         check_rows(self.name, self.prefill_rows)
 
@@ -79,30 +86,18 @@ class LookM(Method):
         prompt = view.prompt
         size = view.budget_tokens(self.budget)
         recent = (size.double() * self.recent_ratio + 1e-9).long().clamp_min(1)
-        keep = text_first(prompt_scores(view, self.prefill_rows), prompt.text, prompt.real, size, recent)
+        scores = prompt_scores(view, self.prefill_rows)
+        keep = text_first(scores, prompt.text, prompt.real, size[:, None], recent[:, None], self.visual_share)
         if self.merge == "none":
             return Decision(keep=keep)
         keys, values = merged(view.keys, view.values, keep, prompt.real, self.merge)
         return Decision(keep=keep, keys=keys, values=values)
 
-
-def text_first(scores: Tensor, text: Tensor, real: Tensor, size: Tensor, recent: Tensor) -> Tensor:
-    """Select the newest columns, then text, then the rest, text and rest by score.
-
-    Args:
-        scores: [B, H, C].
-        text, real: bool [B, C].
-        size, recent: int64 [B], columns to keep and how many of them are the newest; recent <= size.
-
-    Returns:
-        bool [B, H, C] with min(size, real columns) marks per head.
-    """
-    window = newest(real, recent)[:, None]
-    left = size[:, None] - window.sum(-1)
-    best_text = keep_top(scores.masked_fill(~text[:, None] | window, -torch.inf), left)
-    left = left - best_text.sum(-1)
-    best_rest = keep_top(scores.masked_fill(~real[:, None] | text[:, None] | window, -torch.inf), left)
-    return window | best_text | best_rest
+    def results(self, view: ResultView) -> Results:
+        """Return a note if the budget does not hold all text."""
+        prompt, size = view.request.prompt, view.request.budget_tokens(self.budget)
+        needed = prompt.text.sum(-1) * prompt.visual.any(-1)  # text alone has nothing to come before
+        return Results(notes=text_note(needed, size, self.visual_share))
 
 
 def merged(keys: Tensor, values: Tensor, keep: Tensor, real: Tensor, how: str) -> tuple[Tensor, Tensor]:

@@ -44,7 +44,6 @@ class MixKV(SnapKV):
         """Keep the window and the tokens with the best mixed scores."""
         size = self.layer_tokens(view)
         window, score = self.window_and_scores(view, size)
-        score = self.smooth(score.masked_fill(window[:, None], 0.0))
         candidates = (view.prompt.real & ~window)[:, None].expand_as(score)
         similarity, redundancy = key_similarity(view.keys, view.prompt.real)
         diversity = scaled_like(-similarity, score, candidates)

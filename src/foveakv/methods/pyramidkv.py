@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,13 +25,14 @@ class PyramidKV(SnapKV):
     other layers get the surplus, and round such that the mean over layers is `budget` tokens.
 
     Args:
-        budget, window, kernel, window_share: as in `SnapKV` (the paper's window is 8).
+        budget, window, kernel, window_share: as in `SnapKV` (the paper's window is 8, which is in its preset).
         beta: the last layer keeps b / beta tokens in addition to the window.
     """
 
     beta: int = 20
 
     name: ClassVar[str] = "pyramidkv"
+    presets: ClassVar[dict[str, dict[str, Any]]] = {"paper": {"window": 8, "kernel": 5, "window_share": 1.0}}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -40,7 +41,7 @@ class PyramidKV(SnapKV):
     def layer_tokens(self, view: PrefillView) -> Tensor:
         """Return the tokens that every head of this layer keeps: int64 [B]."""
         size = view.budget_tokens(self.budget)
-        window = self.window_tokens(size)
+        window = self.window_tokens(view.request, size)
         pairs = zip((size - window).tolist(), (view.request.prompt.lengths - window).tolist(), strict=True)
         layers = view.request.geometry.layers
         return window + torch.tensor(

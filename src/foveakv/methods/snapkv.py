@@ -3,55 +3,72 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from foveakv.core.attention_stats import window_scores
 from foveakv.core.budget import parse_budget
 from foveakv.core.columns import newest
 from foveakv.core.selection import keep_top
 from foveakv.errors import MethodError
 from foveakv.methods.base import Method
 from foveakv.methods.checks import share, whole_number
+from foveakv.methods.presets import Presets
 from foveakv.methods.results import Results
-from foveakv.methods.views import Decision, Observes, PrefillView, ResultView
+from foveakv.methods.views import Decision, Observes, PrefillView, PromptView, ResultView
+from foveakv.methods.windows import (
+    Auto,
+    kept_window,
+    pool_width,
+    pooled,
+    scores_of_window,
+    window_note,
+    window_rows,
+)
 
 
 @dataclass
-class SnapKV(Method):
+class SnapKV(Presets, Method):
     """Keep the last `window` tokens and the tokens that they attend to most, `budget` tokens per KV head in total.
 
     Scores are the window's attention (mean over its rows and the query group), smoothed by average pooling over
     `kernel` neighbouring tokens.
 
-    In the paper the whole window is kept. If the budget is no larger than the window, only the end of the prompt is
-    then kept, and answers degrade severely. Not in the paper: the window gets at most `window_share` of the budget, and
-    the report has a note if that shrinks it; `window_share=1` is the paper's rule.
+    In the paper the window has 32 tokens, all of which are kept, and the pool has 5. Not in the paper: the window is as
+    long as the question, pooling stays within a part of an image's row (`foveakv.methods.windows`), and the window gets
+    at most `window_share` of the budget. The report's details have the values used.
+    `preset("paper")` has the paper's values.
 
     Args:
         budget: tokens to keep: a share of the prompt, tokens per head, or bytes.
-        window: tokens at the end of the prompt that score the others and are kept.
-        kernel: neighbouring tokens to pool over, odd.
+        window: tokens at the end of the prompt that score the others and are kept. "auto": the tokens after the last
+            visual one, 4 to 32, and 32 in a prompt without visual tokens.
+        kernel: neighbouring tokens to pool over, odd. "auto": at most the paper's, and at most three tenths of a row of
+            the prompt's median image: 5 on images of 24 x 24 tokens, 1 (no pooling) on those of 8 x 8.
         window_share: the largest share of the budget for the window.
     """
 
     budget: float | int | str = 0.2
-    window: int = 32
-    kernel: int = 5
+    window: int | Auto = "auto"
+    kernel: int | Auto = "auto"
     window_share: float = 0.5
 
     name: ClassVar[str] = "snapkv"
+    presets: ClassVar[dict[str, dict[str, Any]]] = {"paper": {"window": 32, "kernel": 5, "window_share": 1.0}}
+    paper_kernel: ClassVar[int] = 5
+    """The widest automatic pool."""
+    pooling: ClassVar[Literal["mean", "max"]] = "mean"
 
     def __post_init__(self) -> None:
         parse_budget(self.budget)
-        whole_number(self.name, "window", self.window, 1, "tokens at the end of the prompt")
-        whole_number(self.name, "kernel", self.kernel, 1, "neighbouring tokens to pool over")
+        if self.window != "auto":
+            whole_number(self.name, "window", self.window, 1, 'tokens at the end of the prompt; or "auto"')
+        if self.kernel != "auto":
+            whole_number(self.name, "kernel", self.kernel, 1, 'neighbouring tokens to pool over; or "auto"')
+            if self.kernel % 2 == 0:
+                raise MethodError(f"{self.name}: kernel must be odd, to be centred on a token; got {self.kernel}")
         share(self.name, "window_share", self.window_share, above_zero=True, meaning="of the budget, for the window")
-        if self.kernel % 2 == 0:
-            raise MethodError(f"{self.name}: kernel must be odd, to be centred on a token; got {self.kernel}")
 
     @property
     def observes(self) -> Observes:
@@ -62,7 +79,6 @@ class SnapKV(Method):
         """Keep the window and the best-scored tokens before it."""
         size = self.layer_tokens(view)
         window, score = self.window_and_scores(view, size)
-        score = self.smooth(score.masked_fill(window[:, None], 0.0))  # pooling must not spread the window's scores
         score = score.masked_fill((window | ~view.prompt.real)[:, None], -torch.inf)
         return Decision(keep=keep_top(score, (size - window.sum(-1))[:, None]) | window[:, None])
 
@@ -70,38 +86,34 @@ class SnapKV(Method):
         """Return the tokens that every head of this layer keeps: int64 [B]."""
         return view.budget_tokens(self.budget)
 
-    def smooth(self, score: Tensor) -> Tensor:
-        """Average scores [B, H, C] over `kernel` neighbouring columns."""
-        return F.avg_pool1d(score, self.kernel, stride=1, padding=self.kernel // 2)
-
-    def window_tokens(self, size: Tensor) -> Tensor:
+    def window_tokens(self, request: PromptView, size: Tensor) -> Tensor:
         """Return the newest tokens that are kept regardless of their score, int64 [B], out of `size` int64 [B]."""
-        return window_tokens(size, self.window, self.window_share)
+        return kept_window(size, window_rows(request.prompt, self.window).to(size.device), self.window_share)
 
     def window_and_scores(self, view: PrefillView, size: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the newest tokens to keep, bool [B, C], and the window's scores [B, H, C], 0 at padding.
+        """Return the newest tokens to keep, bool [B, C], and the pooled scores [B, H, C], 0 at padding.
+
+        The scores of kept tokens count as 0, so that pooling does not spread them.
 
         size: int64 [B], tokens to keep in total.
         """
-        real = view.prompt.real
-        score = window_scores(view.query, view.keys, self.window, view.scaling, view.visible, real)
-        return newest(real, self.window_tokens(size)), score.masked_fill(~real[:, None], 0.0)
+        request, real = view.request, view.prompt.real
+        window = newest(real, self.window_tokens(request, size))
+        score = scores_of_window(view, window_rows(request.prompt, self.window))
+        score = score.masked_fill((window | ~real)[:, None], 0.0)
+        return window, pooled(score, pool_width(request.prompt, self.kernel, self.paper_kernel), self.pooling)
 
     def results(self, view: ResultView) -> Results:
-        """Return a note if the budget holds a smaller window than configured."""
-        size = view.request.budget_tokens(self.budget)
-        kept, evicts = self.window_tokens(size), size < view.request.prompt.lengths
-        if not bool((evicts & (kept < size.clamp_max(self.window))).any()):
-            return Results()
-        return Results({"window": kept.tolist()}, notes=(shrunk_window(int(kept.min()), self.window),))
+        """Return the newest tokens kept, the rows that scored and the width of the pool, for each sequence.
 
-
-def window_tokens(size: Tensor, window: int, share: float) -> Tensor:
-    """Return the tokens of a window out of `size` int64 tokens: at most `window` and `share` of `size`, at least 1."""
-    most = (size.double() * share + 1e-9).long().clamp_min(1)
-    return torch.minimum(most, size.clamp_max(window))
-
-
-def shrunk_window(kept: int, window: int) -> str:
-    """Return the report's note on a window that does not fit the budget."""
-    return f"the budget is small for window={window}: only the newest {kept} tokens are kept regardless of their score"
+        A note says if the budget holds a smaller window than its rows.
+        """
+        request = view.request
+        size = request.budget_tokens(self.budget)
+        rows = window_rows(request.prompt, self.window)
+        kept, evicts = self.window_tokens(request, size), size < request.prompt.lengths
+        widths = pool_width(request.prompt, self.kernel, self.paper_kernel)
+        figures: dict[str, Any] = {}
+        if bool(evicts.any()):
+            figures = {"window": kept.tolist(), "scoring_rows": rows.tolist(), "kernel": widths}
+        return Results(figures, notes=window_note(self.window, rows, kept, evicts, size))

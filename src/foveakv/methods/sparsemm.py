@@ -82,7 +82,7 @@ class SparseMM(SnapKV):
             )
         scores = scores[list(request.layers)]
         size = request.budget_tokens(self.budget).cpu()
-        window = self.window_tokens(size)
+        window = self.window_tokens(request, size)
         pairs = zip((size - window).tolist(), (torch.tensor(geometry.contexts) - window).tolist(), strict=True)
         return SparseMMState(torch.stack([head_budgets(scores, mean, most, self.ratio) for mean, most in pairs]))
 
@@ -90,7 +90,6 @@ class SparseMM(SnapKV):
         """Keep the window and each head's best-scored tokens before it."""
         size = view.budget_tokens(self.budget)
         window, score = self.window_and_scores(view, size)
-        score = self.smooth(score.masked_fill(window[:, None], 0.0))  # pooling must not spread the window's scores
         score = score.masked_fill((window | ~view.prompt.real)[:, None], -torch.inf)
         beyond = view.state.beyond[:, view.compressed_idx].to(score.device)  # [B, H]
         return Decision(keep=keep_top(score, beyond) | window[:, None])

@@ -83,4 +83,6 @@ def heads(
 def _threshold(method: Any) -> str:
     if method.classify != "auto":
         return f"nothing ({method.classify})"
-    return f"{method.theta:g}" if method.theta_quantile is None else f"its {method.theta_quantile:g} quantile"
+    if method.theta_quantile is not None:
+        return f"its {method.theta_quantile:g} quantile"
+    return "a score that suits the prompt (theta=auto)" if method.theta == "auto" else f"{method.theta:g}"

@@ -1,0 +1,139 @@
+"""HybridKV's rules for automatic settings: chunk size, classes of heads, and digests within the budget.
+
+None of this is in the paper (arXiv 2604.05887), whose constants suit its models and prompts.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from foveakv.core.budget import Geometry, digest_bytes
+
+PAPER_THETA = 0.9
+SENSIBLE = (0.2, 0.8)
+"""The shares of dynamic heads between which the paper's theta is used."""
+LEAST_DYNAMIC, MOST_DYNAMIC = 0.5, 0.75
+"""The shares of dynamic heads between which the rule chooses otherwise."""
+TEXT_ROOM = 1.5
+"""Budget of a static head as a multiple of what text and window take, at which the rule aims."""
+DIGEST_SHARE = Fraction(1, 4)
+"""The largest share of a budget that digests take."""
+PAPER_CHUNK = 8
+CHUNKS = (4, 8, 16, 32)
+"""Sizes of automatic chunks."""
+CHUNKS_HELD = 16
+"""The mean budget holds as many chunks if these are larger than the paper's."""
+
+DigestKind = Literal["model", "bf16", "int8"]
+
+
+def digest_slots(geometry: Geometry, kind: DigestKind, chunk: int, context: int) -> Fraction:
+    """Return the size of a dynamic head's digests for a prompt of `context` tokens, in slots."""
+    each, once = digest_bytes(kind, geometry.head_dim, geometry.itemsize)
+    return Fraction(context // chunk * each + once, geometry.slot_bytes)
+
+
+def auto_chunk(geometry: Geometry, kind: DigestKind, totals: list[int], dynamic: float) -> int:
+    """Return the smallest of `CHUNKS` with which digests take no more than `DIGEST_SHARE` of each sequence's budget.
+
+    Chunks are larger than the paper's 8 only while the mean budget holds `CHUNKS_HELD` of them. A batch has one size:
+    the largest that one of its sequences needs.
+
+    Args:
+        geometry: of the prompt.
+        kind: how digests are stored.
+        totals: slots of every sequence.
+        dynamic: the largest share of heads that may be dynamic.
+    """
+    each, _ = digest_bytes(kind, geometry.head_dim, geometry.itemsize)
+    found = CHUNKS[0]
+    for total, context in zip(totals, geometry.contexts, strict=True):
+        most = max(PAPER_CHUNK, total // geometry.heads // CHUNKS_HELD)
+        for chunk in (size for size in CHUNKS if size <= most):
+            digests = Fraction(int(context) * each, chunk * geometry.slot_bytes) * Fraction(dynamic) * geometry.heads
+            found = max(found, chunk)
+            if digests <= DIGEST_SHARE * total:
+                break
+    return found
+
+
+def most_dynamic(geometry: Geometry, kind: DigestKind, chunk: int, totals: list[int]) -> list[int]:
+    """Return for every sequence the number of dynamic heads whose digests take `DIGEST_SHARE` of the budget.
+
+    A budget of the whole prompt has no digests, so that all heads may be dynamic.
+    """
+    counts = []
+    for total, context in zip(totals, geometry.contexts, strict=True):
+        digests = digest_slots(geometry, kind, chunk, int(context))
+        whole = total >= int(context) * geometry.heads
+        counts.append(geometry.heads if whole else min(geometry.heads, math.floor(DIGEST_SHARE * total / digests)))
+    return counts
+
+
+def minus_digests(geometry: Geometry, kind: DigestKind, chunk: int, totals: list[int], dynamic: list[int]) -> list[int]:
+    """Return the slots of the budget minus the digests of `dynamic` heads, at least one slot per head.
+
+    Nothing is subtracted from a budget of the whole prompt: all chunks are on the device, without digests.
+    """
+    left = []
+    for total, context, heads in zip(totals, geometry.contexts, dynamic, strict=True):
+        digests = math.ceil(heads * digest_slots(geometry, kind, chunk, int(context)))
+        whole = total >= int(context) * geometry.heads
+        left.append(total if whole else max(total - digests, geometry.heads))
+    return left
+
+
+def auto_static(scores: Tensor, text: int, total: int, rho: float) -> Tensor:
+    """Classify the heads of one sequence: bool [L, H], True for static heads.
+
+    If the paper's theta of 0.9 makes `SENSIBLE` shares of the heads dynamic, it is used. Otherwise the heads with the
+    lowest scores are dynamic, as many as give static heads `TEXT_ROOM` times the slots that text and window take: with
+    a share d of dynamic heads, each at rho times the mean budget (Eq. 4), a static head gets (1 - rho d) / (1 - d)
+    times the mean. The share is from `LEAST_DYNAMIC` to `MOST_DYNAMIC`.
+
+    Args:
+        scores: S of Eq. 3, [L, H].
+        text: text tokens of the prompt, and those of the window besides.
+        total: slots of the budget.
+        rho: mean budget of dynamic heads as a share of the mean budget.
+    """
+    heads = scores.numel()
+    static = scores >= PAPER_THETA
+    share = 1 - float(static.double().mean())
+    if SENSIBLE[0] <= share <= SENSIBLE[1]:
+        return static
+    return ~lowest(scores, round(dynamic_share(TEXT_ROOM * text * heads / total, rho) * heads))
+
+
+def dynamic_share(need: float, rho: float) -> float:
+    """Return the share of dynamic heads with which a static head gets `need` times the mean budget, within bounds."""
+    if need <= 1:
+        return LEAST_DYNAMIC
+    if rho >= 1 or need == math.inf:  # dynamic heads leave nothing to static ones
+        return MOST_DYNAMIC
+    return min(max((need - 1) / (need - rho), LEAST_DYNAMIC), MOST_DYNAMIC)
+
+
+def lowest(scores: Tensor, count: int) -> Tensor:
+    """Mark the `count` lowest scores, the first of equal ones: bool, of the shape of `scores`."""
+    order = scores.flatten().argsort(stable=True)
+    marks = torch.zeros(order.numel(), dtype=torch.bool, device=scores.device)
+    marks[order[: max(count, 0)]] = True
+    return marks.view(scores.shape)
+
+
+def fewer_dynamic(scores: Tensor, static: Tensor, most: list[int]) -> Tensor:
+    """Return `static`, bool [B, ...], with the highest-scored dynamic heads made static where there are too many.
+
+    scores: [B, ...]. most: dynamic heads that each sequence may have among these.
+    """
+    rows = [
+        own if int((~own).sum()) <= count else ~lowest(row.masked_fill(own, torch.inf), count)
+        for row, own, count in zip(scores, static, most, strict=True)
+    ]
+    return torch.stack(rows)
