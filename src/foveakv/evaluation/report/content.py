@@ -93,6 +93,10 @@ class Report:
             if ranked
             else ("No task can rank methods; see Tasks for the reasons.",)
         )
+        groups = self.summary.groups
+        if groups:
+            parts = "; ".join(f"{group}: {', '.join(tasks)}" for group, tasks in groups.items())
+            lead = (*lead, f"A method can be good at one kind of task and bad at another. Means of each kind: {parts}.")
         boards = tuple(("", tables.leaderboard(board, self.summary)) for board in self.summary.boards)
         return Section("leaderboard", "Leaderboard", lead, boards)
 
