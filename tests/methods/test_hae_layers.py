@@ -166,6 +166,19 @@ def test_waiting_is_counted_in_the_peak(model):
     assert peaks[3, "own"] < peaks[3, "wait"]
 
 
+def test_text_does_not_wait(model):
+    """Without visual tokens there is nothing to decide: each layer is reduced at once, whichever layer decides."""
+    text = families.encode(FAMILY, [families.Row((40,))], torch.float64)
+    runs = [
+        matrix.compressed(model, method("both", budget=0.3, score_layer=layer, early_layers=early), text)
+        for layer, early in [(0, "wait"), (3, "wait"), (3, "first"), (3, "own")]
+    ]
+    for got in runs:
+        assert held(got) == held(runs[0])
+        assert got.cache.peak_nbytes == runs[0].cache.peak_nbytes
+    matrix.check_against_reference(model, runs[1], text)
+
+
 def test_mean_rows_by_hand():
     """a_j, m_j and the variance over the text rows that can see column j, from the definition, with padding."""
     case = Case.of({1: 40, 2: 33})
