@@ -297,3 +297,36 @@ def test_allocation_properties(heads, context, ratio, rho, a, min_budget, roundi
     assert (given_out[:, None] >= given_out[None, :])[higher].all()
     for b in set(got.budgets[~static].tolist()):
         assert b & (b - 1) == 0 or b in (context, wanted)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    heads=heads,
+    context=st.integers(1, 3000),
+    ratio=st.floats(0, 1.2),
+    rho=st.sampled_from([0.0, 0.75, 1.0, 3.0]),
+    step=st.sampled_from([1, 3, 4, 8, 32]),
+    min_budget=st.sampled_from([1, 8, 32]),
+    type_level=st.booleans(),
+)
+def test_whole_chunks_leave_less_than_a_chunk_unspent(heads, context, ratio, rho, step, min_budget, type_level):
+    scores, static = heads
+    n = scores.numel()
+    total = max(n, int(ratio * n * context))
+    chunk = context % step + step
+    got = allocate_heads(
+        scores, static, context, total, rho, min_budget=min_budget, chunk=chunk, step=step, rounding="chunks",
+        type_level=type_level, spend_rest=True,
+    )  # fmt: skip
+    assert got.true == got.static + got.dynamic == int(got.budgets.sum()) <= min(total, n * context)
+    assert 1 <= int(got.budgets.min())
+    assert int(got.budgets.max()) <= context
+    if n * min(min_budget, context) <= total:
+        assert int(got.budgets.min()) >= min(min_budget, context)
+    dynamic = got.budgets[~static]
+    full = bool((got.budgets[static] == context).all())
+    if not full:
+        assert got.true == total
+    elif len(dynamic) and total < n * context:
+        # What is left is less than a chunk, or no head can hold one more.
+        assert total - got.true < step or int(dynamic.min()) + step > context

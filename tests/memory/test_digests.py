@@ -13,7 +13,7 @@ from foveakv.core.budget import digest_bytes
 from foveakv.memory.digests import DigestDtype, Digests, summarised, widened_query
 
 CHUNK = 8
-KINDS: list[DigestDtype] = ["model", "bf16", "int8"]
+KINDS: list[DigestDtype] = ["model", "bf16", "int8", "int4"]
 
 
 def keys(kind: str, heads: int, tokens: int, dim: int, seed: int = 0) -> Tensor:
@@ -60,7 +60,7 @@ def recall(
 
 
 @pytest.mark.parametrize("of", ["random", "peaked", "far channels"])
-@pytest.mark.parametrize(("kind", "least"), [("model", 0.999), ("bf16", 0.98), ("int8", 0.97)])
+@pytest.mark.parametrize(("kind", "least"), [("model", 0.999), ("bf16", 0.98), ("int8", 0.97), ("int4", 0.8)])
 def test_recall(kind: DigestDtype, least: float, of: str) -> None:
     assert recall(kind, of) >= least
 
@@ -91,7 +91,7 @@ def test_scores(kind: DigestDtype, dtype: torch.dtype) -> None:
     query = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(2)).to(dtype)
     got, want = stored.scores(query), query.double() @ exact.double()
     assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    near = {"model": 1e-4 if dtype in (torch.float32, torch.float64) else 0.2, "bf16": 0.2, "int8": 0.4}[kind]
+    near = {"model": 1e-4 if dtype in (torch.float32, torch.float64) else 0.2, "bf16": 0.2, "int8": 0.4, "int4": 4.0}[kind]
     for head, chunks in enumerate(count.tolist()):
         a, b = (x[head, :, :chunks].double() for x in (got, want))
         torch.testing.assert_close(a - a[:, :1], b - b[:, :1], rtol=0, atol=near)

@@ -169,13 +169,15 @@ def parse_budget(x: float | int | str | Budget) -> Budget:
     return _ratio(_exact(x), str(x))
 
 
-def digest_bytes(kind: Literal["model", "bf16", "int8"], dim: int, itemsize: int) -> tuple[int, int]:
-    """Return the bytes of one chunk's mean as a digest, and the fixed bytes per head (the scales of int8).
+def digest_bytes(kind: Literal["model", "bf16", "int8", "int4"], dim: int, itemsize: int) -> tuple[int, int]:
+    """Return the bytes of one chunk's mean as a digest, and the fixed bytes per head (the scales of int8 and int4).
 
     kind: how digests are stored. dim: dimension of keys. itemsize: bytes of one number in the model's dtype.
     """
     if kind == "int8":
         return dim, 4 * dim
+    if kind == "int4":
+        return (dim + 1) // 2, 4 * dim
     return dim * (2 if kind == "bf16" else itemsize), 0
 
 

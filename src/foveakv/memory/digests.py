@@ -17,21 +17,25 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-DigestDtype = Literal["model", "bf16", "int8"]
+DigestDtype = Literal["model", "bf16", "int8", "int4"]
 Summary = Literal["mean", "bounds"]
-_LEVELS = 127  # int8 from -127 to 127
+_LEVELS = {"int8": 127, "int4": 7}  # from -127 to 127, from -7 to 7
 _AT_ONCE = 1 << 19  # numbers of fewer bits that are widened at once: they should stay in a cache, in few calls
 
 
 class Digests:
-    """Digests [S, D, P] in the model's dtype, in bfloat16, or in int8 with one scale per head and channel."""
+    """Digests [S, D, P] in the model's dtype, in bfloat16, or in int8 or int4 with one scale per head and channel.
+
+    int4 stores two channels in a byte: channel i of the first half in the lower bits of row i, the channel half as many
+    further in the upper bits.
+    """
 
     def __init__(self, exact: Tensor, count: Tensor, kind: DigestDtype, dtype: torch.dtype) -> None:
         """Store the digests of every head's chunks; entries beyond its chunks become 0.
 
         exact: [S, D, P] float32 or float64. count: int64 [S], chunks of every head. dtype: the model's.
         """
-        self.kind = kind
+        self.kind, self.length = kind, exact.shape[1]
         beyond = torch.arange(exact.shape[-1], device=exact.device) >= count.to(exact.device)[:, None]
         with torch.inference_mode(False), torch.no_grad():
             self.scale: Tensor | None = None  # [S, D] float32
@@ -42,11 +46,13 @@ class Digests:
             low = exact.masked_fill(beyond[:, None], torch.inf).amin(-1) if exact.shape[-1] else exact.sum(-1)
             middle = torch.where(high >= low, (high + low) / 2, 0)  # a head without chunks has no range
             spread = (exact - middle[..., None]).masked_fill(beyond[:, None], 0)
-            if kind != "int8":
+            if kind in ("model", "bf16"):
                 self.data = spread.to(torch.bfloat16 if kind == "bf16" else dtype)
                 return
-            scale = torch.where(high > low, (high - low) / (2 * _LEVELS), 1)
-            self.data = (spread / scale[..., None]).round_().clamp_(-_LEVELS, _LEVELS).to(torch.int8)
+            levels = _LEVELS[kind]
+            scale = torch.where(high > low, (high - low) / (2 * levels), 1)
+            whole = (spread / scale[..., None]).round_().clamp_(-levels, levels).to(torch.int8)
+            self.data = _packed(whole) if kind == "int4" else whole
             self.scale = scale.to(torch.float32)
 
     def __len__(self) -> int:
@@ -61,7 +67,7 @@ class Digests:
     def take(self, heads: Tensor, longest: int) -> Digests:
         """The digests of some heads [S'], cut to `longest` chunks; the others are not referenced."""
         made = object.__new__(Digests)
-        made.kind = self.kind
+        made.kind, made.length = self.kind, self.length
         with torch.inference_mode(False):
             made.data = self.data.index_select(0, heads)[..., :longest].contiguous()
             made.scale = None if self.scale is None else self.scale.index_select(0, heads)
@@ -89,8 +95,24 @@ class Digests:
         found = query.new_empty(*query.shape[:2], data.shape[-1])
         for first in range(0, data.shape[-1], columns):
             part = slice(first, first + columns)
-            torch.bmm(query, data[..., part].to(wide), out=found[..., part])
+            block = _unpacked(data[..., part], self.length) if self.kind == "int4" else data[..., part]
+            torch.bmm(query, block.to(wide), out=found[..., part])
         return found
+
+
+def _packed(whole: Tensor) -> Tensor:
+    """Pack int8 [S, D, P] from -8 to 7 into uint8 [S, ceil(D / 2), P]."""
+    half = (whole.shape[1] + 1) // 2
+    nibbles = (whole + 8).to(torch.uint8)
+    packed = nibbles[:, :half].clone()
+    packed[:, : whole.shape[1] - half] |= nibbles[:, half:] << 4
+    return packed
+
+
+def _unpacked(packed: Tensor, length: int) -> Tensor:
+    """Unpack uint8 [S, ceil(D / 2), P] into int8 [S, D, P], D = length."""
+    both = torch.cat([packed & 15, packed >> 4], 1)[:, :length]
+    return both.to(torch.int8) - 8
 
 
 def summarised(tokens: Tensor, summary: Summary) -> Tensor:

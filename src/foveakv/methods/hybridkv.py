@@ -136,7 +136,7 @@ class HybridKV(Presets, Method):
     min_budget: int | None = None
     store: Literal["host", "device", "disk"] = "host"
     store_dir: str | None = None
-    digest_dtype: Literal["model", "bf16", "int8"] = "int8"
+    digest_dtype: Literal["model", "bf16", "int8", "int4"] = "int8"
     classify: Literal["auto", "all_static", "all_dynamic"] = "auto"
     head_level: bool = True
     type_level: bool = True

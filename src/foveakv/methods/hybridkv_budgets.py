@@ -17,7 +17,7 @@ from foveakv.core.budget import Geometry, digest_bytes
 PAPER_THETA = 0.9
 SENSIBLE = (0.2, 0.8)
 """The shares of dynamic heads between which the paper's theta is used."""
-LEAST_DYNAMIC, MOST_DYNAMIC = 0.5, 0.75
+LEAST_DYNAMIC, MOST_DYNAMIC = 0.7, 0.8
 """The shares of dynamic heads between which the rule chooses otherwise."""
 TEXT_ROOM = 1.5
 """Budget of a static head as a multiple of what text and window take, at which the rule aims."""
@@ -29,7 +29,7 @@ CHUNKS = (4, 8, 16, 32)
 CHUNKS_HELD = 16
 """The mean budget holds as many chunks if these are larger than the paper's."""
 
-DigestKind = Literal["model", "bf16", "int8"]
+DigestKind = Literal["model", "bf16", "int8", "int4"]
 
 
 def digest_slots(geometry: Geometry, kind: DigestKind, chunk: int, context: int) -> Fraction:
@@ -65,13 +65,13 @@ def auto_chunk(geometry: Geometry, kind: DigestKind, totals: list[int], dynamic:
 def most_dynamic(geometry: Geometry, kind: DigestKind, chunk: int, totals: list[int]) -> list[int]:
     """Return for every sequence the number of dynamic heads whose digests take `DIGEST_SHARE` of the budget.
 
-    A budget of the whole prompt has no digests, so that all heads may be dynamic.
+    A budget of the whole prompt, and a prompt shorter than a chunk, have no digests, so that all heads may be dynamic.
     """
     counts = []
     for total, context in zip(totals, geometry.contexts, strict=True):
-        digests = digest_slots(geometry, kind, chunk, int(context))
-        whole = total >= int(context) * geometry.heads
-        counts.append(geometry.heads if whole else min(geometry.heads, math.floor(DIGEST_SHARE * total / digests)))
+        digests = geometry.heads * digest_slots(geometry, kind, chunk, int(context))
+        free = not digests or total >= int(context) * geometry.heads
+        counts.append(geometry.heads if free else math.floor(geometry.heads * min(1, DIGEST_SHARE * total / digests)))
     return counts
 
 
@@ -104,8 +104,7 @@ def auto_static(scores: Tensor, text: int, total: int, rho: float) -> Tensor:
     """
     heads = scores.numel()
     static = scores >= PAPER_THETA
-    share = 1 - float(static.double().mean())
-    if SENSIBLE[0] <= share <= SENSIBLE[1]:
+    if SENSIBLE[0] * heads <= heads - int(static.sum()) <= SENSIBLE[1] * heads:
         return static
     return ~lowest(scores, round(dynamic_share(TEXT_ROOM * text * heads / total, rho) * heads))
 

@@ -46,7 +46,7 @@ _CHOICES = {
     "text_rows": ("after_visual", "all"),
     "rounding": ("chunks", "down", "nearest"),
     "store": ("host", "device", "disk"),
-    "digest_dtype": ("model", "bf16", "int8"),
+    "digest_dtype": ("model", "bf16", "int8", "int4"),
     "classify": ("auto", "all_static", "all_dynamic"),
 }
 

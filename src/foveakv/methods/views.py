@@ -269,7 +269,7 @@ class Offload:
 
     heads: bool [B, H]. chunk: tokens per chunk, real tokens in column order (T). place: "host", "device" or "disk".
     directory: directory of the file, for "disk". summary: kind of digest, "mean" of the chunk's keys or "bounds" of
-    their channels. digest_dtype: "model", "bf16" or "int8".
+    their channels. digest_dtype: "model", "bf16", "int8" or "int4".
     """
 
     heads: Tensor
@@ -277,7 +277,7 @@ class Offload:
     place: Literal["host", "device", "disk"] = "host"
     directory: str | None = None
     summary: Literal["mean", "bounds"] = "mean"
-    digest_dtype: Literal["model", "bf16", "int8"] = "model"
+    digest_dtype: Literal["model", "bf16", "int8", "int4"] = "model"
 
 
 @dataclass

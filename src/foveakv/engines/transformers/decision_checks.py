@@ -22,7 +22,7 @@ _NOT_BY: dict[Call, tuple[str, ...]] = {
     "decode": ("keys", "values", "fields", "offload", "chunks", "stream", "earlier"),
 }
 _NOT_EARLIER = ("keys", "values", "fields", "evict", "offload", "chunks", "stream", "earlier")
-_PLACES, _SUMMARIES, _DIGESTS = ("host", "device", "disk"), ("mean", "bounds"), ("model", "bf16", "int8")
+_PLACES, _SUMMARIES, _DIGESTS = ("host", "device", "disk"), ("mean", "bounds"), ("model", "bf16", "int8", "int4")
 
 
 def returned(method: Method, call: Call, decision: object) -> Decision:
