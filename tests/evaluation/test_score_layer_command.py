@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from command_lines import error_of, given, invoke
 
+from foveakv.evaluation.store import command_line
 from foveakv.methods import calibration
 
 
@@ -58,3 +59,21 @@ def test_another_file_and_share(folder: Path, cache: Path, tmp_path: Path) -> No
 def test_mistakes(folder: Path, args: list[str], message: str) -> None:
     command = ["tune", "--score-layer", "--model", str(folder / "model"), "--data", str(folder)]
     assert message in error_of(invoke([*command, *args]))
+
+
+def test_the_command_in_the_file_names_no_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "sys.argv", ["/x/__main__.py", "tune", "--json", "a.json", "-n", "4", "--out=b", "-o", "c", "--search"]
+    )
+    assert command_line(without=("--out", "-o", "--json")) == "foveakv tune -n 4 --search"
+    assert command_line() == "foveakv tune --json a.json -n 4 --out=b -o c --search"
+
+
+def test_the_shipped_file_is_of_the_embedded_model() -> None:
+    (file,) = calibration.SHIPPED.glob("*.json")
+    found = calibration.read(file)
+    assert (found.model, found.depth, found.keep) == ("demo", 30, 0.15)
+    assert "@validation" in found.command
+    assert calibration.find(found.digest) == found
+    best = min(found.curve, key=lambda point: point["kl"])
+    assert found.layers[0] <= best["layer"]
