@@ -133,7 +133,7 @@ def test_the_command_with_tasks(folder: Path, tmp_path: Path) -> None:
 def test_commands_of_the_page_are_valid() -> None:
     page = (Path(__file__).parents[2] / "docs/tuning.md").read_text(encoding="utf8")
     lines = re.findall(r"^foveakv tune .*$", page, re.M)
-    assert len(lines) == 3
+    assert len(lines) == 4
     group = typer.main.get_command(app)
     assert isinstance(group, TyperGroup)
     for line in lines:
