@@ -112,7 +112,7 @@ def test_candidates_by_name() -> None:
         ("x=", "is not of the form"),
         ("x=hybridkw", "did you mean 'hybridkv'"),
         ("x=hybridkv:clasify=auto", "--candidate x: hybridkv has no option 'clasify'"),
-        ("x=hybridkv:window=many", "--candidate x: window=many: expected a whole number"),
+        ("x=hybridkv:window=many", "--candidate x: window=many: expected 'auto' or a whole number"),
     ):
         with pytest.raises(MethodError, match=words):
             parse_candidate(text)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from command_lines import error_of, given, invoke
+from typer.core import TyperGroup
 
+from foveakv.cli import app
 from foveakv.errors import InputError, MethodError
 from foveakv.evaluation import grids
 from foveakv.evaluation.items import Item, Turn
@@ -123,6 +128,16 @@ def test_the_command_with_tasks(folder: Path, tmp_path: Path) -> None:
     assert (tmp_path / "settings" / "results" / "worker-0.jsonl").read_text() == lines["settings"]
     assert '"seed": 0' in lines["settings"]
     assert '"seed": 1' in lines["finalists"]
+
+
+def test_commands_of_the_page_are_valid() -> None:
+    page = (Path(__file__).parents[2] / "docs/tuning.md").read_text(encoding="utf8")
+    lines = re.findall(r"^foveakv tune .*$", page, re.M)
+    assert len(lines) == 4
+    group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
+    for line in lines:
+        group.commands["tune"].make_context("tune", shlex.split(line)[2:])
 
 
 @pytest.mark.parametrize(

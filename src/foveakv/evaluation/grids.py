@@ -13,21 +13,24 @@ from foveakv.errors import MethodError
 from foveakv.methods import find, get
 from foveakv.util.values import field_types
 
-_WINDOW = {"window": (2, 4, 8, 16, 32), "kernel": (1, 3, 5, 7)}
+_WINDOW = {"window": ("auto", 2, 4, 8, 16, 32), "kernel": ("auto", 1, 3, 5, 7)}
 
 GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "adakv": {**_WINDOW, "floor": (0.1, 0.2, 0.4)},
     "h2o": {"heavy_ratio": (0.25, 0.5, 0.75, 0.9), "per_head_scores": (True, False)},
-    "hae": {"recent": (0, 4, 8, 16), "recycle_bin_size": (8, 16, 64), "per_head_scores": (False, True)},
-    "hybridkv": {
-        "window": (4, 8, 16, 32), "theta_quantile": (None, 0.5, 0.7, 0.8), "chunk_size": (4, 8, 16),
-        "digest_dtype": ("model", "int8"), "rho": (0.5, 0.75, 0.9),
+    "hae": {
+        "recent": (None, 0, 8, 16), "recycle_bin_size": (8, 16, 64), "scores": ("own", "shared"),
+        "candidates": ("all", "prompt"), "value_norm": (False, True),
     },
-    "lookm": {"recent_ratio": (0.25, 0.5, 0.75), "merge": ("pivot", "none")},
+    "hybridkv": {
+        "window": ("auto", 4, 8, 16), "theta_quantile": (None, 0.5, 0.7, 0.8), "chunk_size": ("auto", 4, 8, 16),
+        "digest_dtype": ("int8", "int4"), "rho": (0.5, 0.75, 0.9), "visual_share": (0.0, 0.5),
+    },
+    "lookm": {"recent_ratio": (0.25, 0.5, 0.75), "merge": ("pivot", "none"), "visual_share": (0.0, 0.5)},
     "mixkv": {**_WINDOW, "intrinsic": ("value_norm", "key_norm", "none")},
     "prefixkv": {"sink": (1, 4, 8), "recent": (1, 4, 8, 16)},
     "pyramidkv": {**_WINDOW, "beta": (5, 10, 20)},
-    "quest": {"page_size": (2, 4, 8, 16), "full_layers": (0, 1, 2)},
+    "quest": {"page_size": ("auto", 2, 4, 8, 16), "full_layers": (0, 1, 2)},
     "snapkv": {**_WINDOW, "window_share": (0.25, 0.5)},
     "sparsemm": {**_WINDOW, "ratio": (0.1, 0.3, 0.5)},
     "streaming": {"sink": (1, 4, 8, 16)},

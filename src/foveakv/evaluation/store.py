@@ -16,7 +16,7 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -247,6 +247,12 @@ def _write_json(path: Path, data: Any) -> None:
     write_whole(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
 
 
-def command_line() -> str:
-    """The command line of this process."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+def command_line(without: Sequence[str] = ()) -> str:
+    """The command line of this process; without: options whose values do not matter to a reader, such as "--out"."""
+    words, skip = [], False
+    for word in sys.argv[1:]:
+        if not skip and word.partition("=")[0] not in without:
+            words.append(word)
+        skip = not skip and word in without  # its value is the next word
+    name = Path(sys.argv[0]).name
+    return shlex.join(["foveakv" if name == "__main__.py" else name, *words])

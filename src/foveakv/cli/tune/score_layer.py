@@ -43,7 +43,9 @@ def run(request: Request, layers: str | None, keep: float | None, out: Path | No
             progress=lambda done, total: status.update(f"prompt {done + 1} of {total}"),
         )  # fmt: skip
     _print(curve)
-    written = score_layers.save(curve, loaded.model, request.model, options, command_line(), out)
+    written = score_layers.save(
+        curve, loaded.model, request.model, options, command_line(without=("--out", "-o", "--json")), out
+    )
     if request.json is not None:
         files.write_json(request.json, _plain(curve, request.model, options, written))
     common.say_written(written, request.json)

@@ -88,13 +88,18 @@ class Report:
 
     def _leaderboards(self) -> Section:
         ranked = self.summary.ranked
-        lead = (
-            (f"Means over {len(ranked)} ranking {'task' if len(ranked) == 1 else 'tasks'}: {', '.join(ranked)}.",)
+        what = f"{len(ranked)} ranking {'task' if len(ranked) == 1 else 'tasks'}"
+        lead = [
+            f"Means over {what}: {', '.join(ranked)}."
             if ranked
-            else ("No task can rank methods; see Tasks for the reasons.",)
-        )
+            else "No task can rank methods; see Tasks for the reasons."
+        ]
+        groups = self.summary.groups
+        if groups:
+            parts = "; ".join(f"{group}: {', '.join(tasks)}" for group, tasks in groups.items())
+            lead.append(f"A method can be good at one kind of task and bad at another. Means of each kind: {parts}.")
         boards = tuple(("", tables.leaderboard(board, self.summary)) for board in self.summary.boards)
-        return Section("leaderboard", "Leaderboard", lead, boards)
+        return Section("leaderboard", "Leaderboard", tuple(lead), boards)
 
     def _equal_bytes(self) -> Section:
         found = (tables.at_equal_bytes(self.summary, "total"), tables.at_equal_bytes(self.summary, "stored"))
