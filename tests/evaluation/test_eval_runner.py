@@ -206,6 +206,7 @@ def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_no_ray")
 def test_without_ray_workers_are_processes_of_this_machine(tmp_path: Path, log: Path) -> None:
     plan = fake_bench.plan(log, 6)
@@ -215,6 +216,7 @@ def test_without_ray_workers_are_processes_of_this_machine(tmp_path: Path, log: 
     assert 1 <= len(list((tmp_path / "run" / "results").iterdir())) <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_no_ray")
 def test_a_process_that_dies_ends_the_run_which_resumes(tmp_path: Path, log: Path) -> None:
     plan = fake_bench.plan(log)
