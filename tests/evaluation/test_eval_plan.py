@@ -99,7 +99,7 @@ def test_conflicts_name_what_differs() -> None:
     ]  # fmt: skip
     other = tuple(Entry.of(Candidate(e.label, methods.get("snapkv", budget=0.1, window=8)))
                   if e.label == "snapkv 0.1" else e for e in plan.entries)  # fmt: skip
-    assert replace(plan, entries=other).conflicts(plan) == ["'snapkv 0.1' had window=32 and now has 8"]
+    assert replace(plan, entries=other).conflicts(plan) == ["'snapkv 0.1' had window='auto' and now has 8"]
     other = tuple(replace(e, method="h2o") if e.label == "snapkv 0.1" else e for e in plan.entries)
     assert replace(plan, entries=other).conflicts(plan) == ["'snapkv 0.1' was snapkv and is now h2o"]
 
