@@ -137,7 +137,7 @@ def test_generate_reads_every_kind_of_budget(folder: Path, files: list[Path], bu
     (("--method", "full", "--budget", "0.5"), "full takes no budget; leave --budget out; it has no options"),
     (("--method", "fastv", "--budget", "0.5"), "fastv takes no budget; leave --budget out; its options: layer"),
     (("--set", "tehta=1"), "hybridkv has no option 'tehta' (did you mean 'theta'?)"),
-    (("--set", "theta=high"), "theta=high: expected a number"),
+    (("--set", "theta=high"), "theta=high: expected 'auto' or a number"),
     (("--set", "theta=7"), "theta"),
     (("--set", "theta"), "'theta' is not of the form key=value"),
     (("--set", "theta=1", "--set", "theta=0.5"), "--set gives theta twice"),

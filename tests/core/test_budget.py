@@ -319,7 +319,7 @@ def test_whole_chunks_leave_less_than_a_chunk_unspent(heads, context, ratio, rho
         type_level=type_level, spend_rest=True,
     )  # fmt: skip
     assert got.true == got.static + got.dynamic == int(got.budgets.sum()) <= min(total, n * context)
-    assert 1 <= int(got.budgets.min())
+    assert int(got.budgets.min()) >= 1
     assert int(got.budgets.max()) <= context
     if n * min(min_budget, context) <= total:
         assert int(got.budgets.min()) >= min(min_budget, context)

@@ -91,7 +91,8 @@ def test_scores(kind: DigestDtype, dtype: torch.dtype) -> None:
     query = torch.randn(3, 5, 16, generator=torch.Generator().manual_seed(2)).to(dtype)
     got, want = stored.scores(query), query.double() @ exact.double()
     assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    near = {"model": 1e-4 if dtype in (torch.float32, torch.float64) else 0.2, "bf16": 0.2, "int8": 0.4, "int4": 4.0}[kind]
+    exactly = 1e-4 if dtype in (torch.float32, torch.float64) else 0.2
+    near = {"model": exactly, "bf16": 0.2, "int8": 0.4, "int4": 4.0}[kind]
     for head, chunks in enumerate(count.tolist()):
         a, b = (x[head, :, :chunks].double() for x in (got, want))
         torch.testing.assert_close(a - a[:, :1], b - b[:, :1], rtol=0, atol=near)

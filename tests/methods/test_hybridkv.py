@@ -175,6 +175,7 @@ def test_static_heads_stay_as_they_are_while_decoding() -> None:
         {**MIXED, "budget": 1, "chunk_size": 3},
         {**MIXED, "digest_dtype": "bf16"},
         {**MIXED, "digest_dtype": "int8"},
+        {**MIXED, "digest_dtype": "int4", "chunk_size": 2},
     ],
 )
 def test_logits_are_those_of_the_masked_model(options: dict[str, Any], inputs: str, backend: str) -> None:

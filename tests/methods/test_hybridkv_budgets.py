@@ -103,7 +103,7 @@ def test_the_device_holds_less_than_a_full_cache() -> None:
     assert report.peak_bytes < 0.75 * report.full_bytes
 
 
-@pytest.mark.parametrize("digest_dtype", ["model", "bf16", "int8"])
+@pytest.mark.parametrize("digest_dtype", ["model", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("classify", ["auto", "all_dynamic", "all_static"])
 def test_digests_are_paid_from_the_budget(classify: str, digest_dtype: str) -> None:
     """Slots and digests together fit the budget; without `count_digests` the digests come on top."""
@@ -142,7 +142,7 @@ def test_digests_are_paid_from_the_budget(classify: str, digest_dtype: str) -> N
         ({"classify": "static"}, "classify must be one of 'auto'"),
         ({"rounding": "up"}, "rounding must be one of 'chunks', 'down' or 'nearest'"),
         ({"store_dir": "/tmp"}, 'store="disk" only'),
-        ({"digest_dtype": "int4"}, "digest_dtype must be one of 'model', 'bf16' or 'int8'"),
+        ({"digest_dtype": "int2"}, "digest_dtype must be one of 'auto', 'model', 'bf16', 'int8' or 'int4'"),
     ],
 )
 def test_wrong_options_say_what_to_write(options: dict[str, Any], message: str) -> None:

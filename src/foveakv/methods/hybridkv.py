@@ -38,15 +38,18 @@ class HybridKVState(State):
     """State of one request.
 
     rows: text rows int64 [B, n], and bool [B, n], which of them count. k: of every sequence, for Eq. 3. window: rows of
-    the window, int64 [B]. chunk: tokens per chunk. totals: slots of the budget, int64 [B]. most: dynamic heads whose
-    digests the budget allows, int64 [B]. refused: heads that are static because of it, int64 [B]. Per layer, during
-    prefill: scores S [B, H], static [B, H], window_scores [B, H, C] of static heads. After prefill: heads, and int64
+    the window, int64 [B]. text: text tokens, and those of the window besides, int64 [B]. digest, chunk: how digests are
+    stored, and tokens per chunk. totals: slots of the budget, int64 [B]. most: dynamic heads whose digests the budget
+    allows, int64 [B]. refused: heads that are static because of it, int64 [B]. Per layer, during prefill: scores S
+    [B, H], static [B, H], window_scores [B, H, C] of static heads. After prefill: heads, rho float64 [B], and int64
     [B] slots of the budget minus digests (total) and before rounding and trimming (nominal).
     """
 
     rows: tuple[Tensor, Tensor]
     k: list[int]
     window: Tensor
+    text: Tensor
+    digest: rules.Digest
     chunk: int
     totals: Tensor
     most: Tensor
@@ -55,6 +58,7 @@ class HybridKVState(State):
     static: list[Tensor] = field(default_factory=list)
     window_scores: list[Tensor | None] = field(default_factory=list)
     heads: HeadMaps | None = None
+    rho: Tensor | None = None
     total: Tensor | None = None
     nominal: Tensor | None = None
 
@@ -92,13 +96,14 @@ class HybridKV(Presets, Method):
             otherwise the lowest-scored heads are dynamic, by what text needs of the budget.
         theta_quantile: replaces `theta` by this quantile of the sequence's scores. With it, and with theta="auto", no
             layer can be pruned before all layers have been read, so the peak memory is that of a full cache.
-        rho: mean budget of dynamic heads as a share of the mean budget, Eq. 4.
+        rho: mean budget of dynamic heads as a share of the mean budget, Eq. 4. "auto": the paper's 0.75 while static
+            heads then hold the text, otherwise more, up to 1.5.
         alpha: share of the static budget that is split evenly, a in Eq. 5.
         window: tokens at the end of the prompt that static heads keep and whose attention scores the other tokens.
             "auto": the tokens after the last visual one, 4 to 32.
         window_share: the largest share of a static head's budget for the window (the paper keeps it whole: 1).
         visual_share: the share of a static head's slots besides the window that text leaves to visual tokens.
-        chunk_size: tokens per chunk. "auto": 4, or more if digests would exceed a quarter of the budget.
+        chunk_size: tokens per chunk. "auto": 4, or more where digests would exceed a quarter of the budget.
         k_ratio: k of the head score as a share of the prompt.
         text_rows: "after_visual" (text after the first visual token) or "all".
         max_text_rows: the most rows for the head score: the last ones, and evenly spaced earlier ones; None = all.
@@ -110,8 +115,8 @@ class HybridKV(Presets, Method):
             mean budget.
         store: where the chunks of dynamic heads are stored: "host", "device" (saves no memory) or "disk" (a file).
         store_dir: directory of that file; None = the system's temporary directory, which may be in memory.
-        digest_dtype: how digests are stored: "int8" with one scale per head and channel, "bf16", or "model" (the
-            model's dtype). Fewer bits leave more of the budget for chunks.
+        digest_dtype: how digests are stored: "int8" or "int4" with one scale per head and channel, "bf16", or "model"
+            (the model's dtype). "auto": int8, or int4 where int8 would exceed a quarter of the budget.
         classify: "auto", or "all_static" / "all_dynamic" regardless of the scores and of the size of digests.
         head_level: False gives all static heads the same budget.
         type_level: False gives static and dynamic heads the same mean budget.
@@ -122,7 +127,7 @@ class HybridKV(Presets, Method):
     budget: float | int | str = 0.1
     theta: float | Auto = "auto"
     theta_quantile: float | None = None
-    rho: float = 0.75
+    rho: float | Auto = "auto"
     alpha: float = 0.1
     window: int | Auto = "auto"
     window_share: float = 0.5
@@ -136,7 +141,7 @@ class HybridKV(Presets, Method):
     min_budget: int | None = None
     store: Literal["host", "device", "disk"] = "host"
     store_dir: str | None = None
-    digest_dtype: Literal["model", "bf16", "int8", "int4"] = "int8"
+    digest_dtype: Literal["auto", "model", "bf16", "int8", "int4"] = "auto"
     classify: Literal["auto", "all_static", "all_dynamic"] = "auto"
     head_level: bool = True
     type_level: bool = True
@@ -170,19 +175,19 @@ class HybridKV(Presets, Method):
     def begin(self, request: PromptView) -> HybridKVState:
         """Select the text rows, compute k of every sequence, and choose the window and the size of chunks."""
         prompt, geometry = request.prompt, request.geometry
-        share = Fraction(repr(float(self.k_ratio)))  # no rounding error: 0.05 * 140 is 7
-        k = [max(1, math.ceil(share * length)) for length in prompt.lengths.tolist()]
+        ratio = Fraction(repr(float(self.k_ratio)))  # no rounding error: 0.05 * 140 is 7
+        k = [max(1, math.ceil(ratio * length)) for length in prompt.lengths.tolist()]
         totals = request.budget_slots(self.budget)
-        chunk = rules.PAPER_CHUNK if self.chunk_size == "auto" else self.chunk_size
-        if self.chunk_size == "auto" and self.count_digests:
-            chunk = rules.auto_chunk(geometry, self.digest_dtype, totals.tolist(), self._most_dynamic_share)
+        share = self._most_dynamic_share if self.count_digests else 0.0
+        digest, chunk = rules.auto_digests(geometry, self.digest_dtype, self.chunk_size, totals.tolist(), share)
         most = [geometry.heads] * geometry.batch
         if self.count_digests and self.classify == "auto":
-            most = rules.most_dynamic(geometry, self.digest_dtype, chunk, totals.tolist())
+            most = rules.most_dynamic(geometry, digest, chunk, totals.tolist())
+        window = window_rows(prompt, self.window)
         return HybridKVState(
-            text_rows(prompt, self.text_rows == "after_visual", self.max_text_rows), k,
-            window=window_rows(prompt, self.window), chunk=chunk, totals=totals,
-            most=torch.tensor(most), refused=torch.zeros(geometry.batch, dtype=torch.int64),
+            text_rows(prompt, self.text_rows == "after_visual", self.max_text_rows), k, window=window,
+            text=(prompt.text | (from_end(prompt.real) <= window[:, None])).sum(-1), digest=digest, chunk=chunk,
+            totals=totals, most=torch.tensor(most), refused=torch.zeros(geometry.batch, dtype=torch.int64),
         )  # fmt: skip
 
     @property
@@ -212,14 +217,15 @@ class HybridKV(Presets, Method):
         request, state = view.request, view.state
         geometry, prompt = request.geometry, request.prompt
         scores = torch.stack(state.scores, 1).cpu()  # [B, L, H]
-        static = self._by_distribution(state, request, scores) if self._late else torch.stack(state.static, 1).cpu()
+        static = self._by_distribution(state, scores) if self._late else torch.stack(state.static, 1).cpu()
         totals = state.totals.tolist()
         if self.count_digests:
             dynamic = (~static).flatten(1).sum(-1).tolist()
-            totals = rules.minus_digests(geometry, self.digest_dtype, state.chunk, totals, dynamic)
+            totals = rules.minus_digests(geometry, state.digest, state.chunk, totals, dynamic)
+        rho = [self._rho(static[b], text, totals[b]) for b, text in enumerate(state.text.tolist())]
         parts = [
             allocate_heads(
-                scores[b], static[b], context, totals[b], self.rho, self.alpha,
+                scores[b], static[b], context, totals[b], rho[b], self.alpha,
                 min_budget=self._minimum(window, totals[b] // geometry.heads),
                 chunk=context % state.chunk + state.chunk, step=state.chunk, rounding=self.rounding,
                 head_level=self.head_level, type_level=self.type_level, spend_rest=self.spend_rest,
@@ -231,7 +237,7 @@ class HybridKV(Presets, Method):
             self._settle(state, request, static[:, layer], budgets[:, layer], window)
             for layer, window in enumerate(state.window_scores)
         ]
-        state.total = torch.tensor(totals)
+        state.total, state.rho = torch.tensor(totals), torch.tensor(rho, dtype=torch.float64)
         state.nominal = torch.tensor([part.nominal for part in parts])
         state.heads = HeadMaps(scores, static, budgets, torch.stack([slots for _, slots in settled], 1))
         state.scores, state.static, state.window_scores = [], [], []
@@ -244,13 +250,15 @@ class HybridKV(Presets, Method):
         """
         state: HybridKVState = view.state
         heads = state.heads
-        if heads is None or state.total is None or state.nominal is None:
+        if heads is None or state.total is None or state.nominal is None or state.rho is None:
             return Results()
         pairs = zip(heads.scores, heads.static, strict=True)
         figures = {
             "static_share": float(heads.static.float().mean()),
             "theta": [float(scores[static].min()) if bool(static.any()) else None for scores, static in pairs],
+            "rho": state.rho.tolist(),
             "chunk_size": state.chunk,
+            "digest_dtype": state.digest,
             "window": state.window.tolist(),
             "budget_slots": int(state.total.sum()),
             "nominal_slots": int(state.nominal.sum()),
@@ -270,6 +278,11 @@ class HybridKV(Presets, Method):
         kept = kept_window(budgets, rows, self.window_share)
         notes = window_note(self.window, rows, kept, evicts, budgets)
         notes += text_note(text[evicts], budgets[evicts], self.visual_share)
+        if state.rho is not None and self.rho == "auto" and bool((state.rho > rules.PAPER_RHO).any()):
+            notes += (
+                f"rho=auto: dynamic heads get up to {float(state.rho.max()):.2f} of the mean budget instead of "
+                f"{rules.PAPER_RHO}, since static heads would not hold the text",
+            )
         if self.chunk_size == "auto" and state.chunk > rules.PAPER_CHUNK:
             notes += (
                 f"chunk_size=auto: chunks of {state.chunk} tokens, since digests of smaller ones exceed the budget",
@@ -290,6 +303,11 @@ class HybridKV(Presets, Method):
             )
         return notes
 
+    def _rho(self, static: Tensor, text: int, total: int) -> float:
+        if self.rho != "auto":
+            return float(self.rho)
+        return rules.auto_rho(static, text, total) if self.type_level else rules.PAPER_RHO
+
     def _minimum(self, window: int, mean: int) -> int:
         return max(1, min(window, mean // 2)) if self.min_budget is None else self.min_budget
 
@@ -306,17 +324,14 @@ class HybridKV(Presets, Method):
         room = [most * done // layers - before for most, before in zip(state.most.tolist(), used, strict=True)]
         return self._within(state, scores, wanted, room)
 
-    def _by_distribution(self, state: HybridKVState, request: PromptView, scores: Tensor) -> Tensor:
+    def _by_distribution(self, state: HybridKVState, scores: Tensor) -> Tensor:
         """Return which heads are static, bool [B, L, H], from S [B, L, H] of all layers."""
         if self.theta_quantile is not None:
             threshold = scores.flatten(1).double().quantile(self.theta_quantile, dim=1)
             static = scores.double() >= threshold[:, None, None]
         else:
-            prompt = request.prompt
-            text = (prompt.text | (from_end(prompt.real) <= state.window[:, None])).sum(-1).tolist()
-            rho = self.rho if self.type_level else 1.0
-            every = zip(scores, text, state.totals.tolist(), strict=True)
-            static = torch.stack([rules.auto_static(row, size, total, rho) for row, size, total in every])
+            every = zip(scores, state.text.tolist(), state.totals.tolist(), strict=True)
+            static = torch.stack([rules.auto_static(row, text, total) for row, text, total in every])
         return self._within(state, scores, static, state.most.tolist())
 
     def _within(self, state: HybridKVState, scores: Tensor, static: Tensor, most: list[int]) -> Tensor:
@@ -329,7 +344,7 @@ class HybridKV(Presets, Method):
         """Return the offload of the dynamic heads' complete chunks; dynamic: bool [B, H]."""
         if not bool(dynamic.any()):
             return None
-        return Offload(dynamic, state.chunk, self.store, self.store_dir, "mean", self.digest_dtype)
+        return Offload(dynamic, state.chunk, self.store, self.store_dir, "mean", state.digest)
 
     def _settle(
         self, state: HybridKVState, request: PromptView, static: Tensor, budgets: Tensor, window: Tensor | None

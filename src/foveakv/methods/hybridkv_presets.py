@@ -32,6 +32,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Deprecated: what suited small models before the defaults adapted to them.
     "small": {
         "theta_quantile": 0.7,
+        "rho": 0.75,
         "window": 8,
         "chunk_size": 4,
         "rounding": "down",
@@ -46,7 +47,7 @@ _CHOICES = {
     "text_rows": ("after_visual", "all"),
     "rounding": ("chunks", "down", "nearest"),
     "store": ("host", "device", "disk"),
-    "digest_dtype": ("model", "bf16", "int8", "int4"),
+    "digest_dtype": ("auto", "model", "bf16", "int8", "int4"),
     "classify": ("auto", "all_static", "all_dynamic"),
 }
 
@@ -63,7 +64,8 @@ def check_options(method: HybridKV) -> None:
     share(name, "visual_share", method.visual_share, meaning="of the slots that text leaves to visual tokens")
     share(name, "alpha", method.alpha, meaning="the share of the static budget that is split evenly")
     share(name, "k_ratio", method.k_ratio, meaning="of the prompt's tokens")
-    number(name, "rho", method.rho, 0, meaning="1: dynamic heads get the mean budget")
+    if method.rho != "auto":
+        number(name, "rho", method.rho, 0, meaning='1: dynamic heads get the mean budget; or "auto"')
     for option in ("window", "chunk_size"):
         if getattr(method, option) != "auto":
             whole_number(name, option, getattr(method, option), 1, 'or "auto"')
