@@ -116,3 +116,12 @@ def test_a_file_among_the_settings_may_not_change(tmp_path: Path) -> None:
     assert plan([[0.0, 1.0]]).conflicts(old) == [
         "'x' depends on a file that has changed (its own file, or one that its settings name)"
     ]
+
+
+def test_plans_without_the_field_time_every_tenth_item() -> None:
+    plan = Plan.of(["cards-1"], candidates(["snapkv"], [0.1]), 2, time_every=0)
+    assert Plan.from_dict(plan.to_dict()).time_every == 0
+    data = plan.to_dict()
+    del data["time_every"]
+    assert Plan.from_dict(data).time_every == 10
+    assert plan.conflicts(Plan.from_dict(data)) == []
