@@ -99,7 +99,7 @@ def test_conflicts_name_what_differs() -> None:
     ]  # fmt: skip
     other = tuple(Entry.of(Candidate(e.label, methods.get("snapkv", budget=0.1, window=8)))
                   if e.label == "snapkv 0.1" else e for e in plan.entries)  # fmt: skip
-    assert replace(plan, entries=other).conflicts(plan) == ["'snapkv 0.1' had window=32 and now has 8"]
+    assert replace(plan, entries=other).conflicts(plan) == ["'snapkv 0.1' had window='auto' and now has 8"]
     other = tuple(replace(e, method="h2o") if e.label == "snapkv 0.1" else e for e in plan.entries)
     assert replace(plan, entries=other).conflicts(plan) == ["'snapkv 0.1' was snapkv and is now h2o"]
 
@@ -116,3 +116,12 @@ def test_a_file_among_the_settings_may_not_change(tmp_path: Path) -> None:
     assert plan([[0.0, 1.0]]).conflicts(old) == [
         "'x' depends on a file that has changed (its own file, or one that its settings name)"
     ]
+
+
+def test_plans_without_the_field_time_every_tenth_item() -> None:
+    plan = Plan.of(["cards-1"], candidates(["snapkv"], [0.1]), 2, time_every=0)
+    assert Plan.from_dict(plan.to_dict()).time_every == 0
+    data = plan.to_dict()
+    del data["time_every"]
+    assert Plan.from_dict(data).time_every == 10
+    assert plan.conflicts(Plan.from_dict(data)) == []

@@ -198,7 +198,38 @@ def test_without_ray_the_message_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'foveakv\[eval\]'"):
-        run(fake_bench.plan(log), tmp_path / "run", workers=2, factory=fake_bench.make)
+        run(fake_bench.plan(log), tmp_path / "run", workers=2, ray_address="auto", factory=fake_bench.make)
+
+
+@pytest.fixture
+def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_no_ray")
+def test_without_ray_workers_are_processes_of_this_machine(tmp_path: Path, log: Path) -> None:
+    plan = fake_bench.plan(log, 6)
+    assert run(plan, tmp_path / "run", workers=2, factory=fake_bench.make_slow) == Status(84, 84, 12, 12, 0)
+    assert found(tmp_path / "run") == expected(tmp_path, plan)
+    assert set(fake_bench.runs(log).values()) == {1}
+    assert 1 <= len(list((tmp_path / "run" / "results").iterdir())) <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_no_ray")
+def test_a_process_that_dies_ends_the_run_which_resumes(tmp_path: Path, log: Path) -> None:
+    plan = fake_bench.plan(log)
+    with pytest.raises(InputError, match="a worker process died"):
+        run(plan, tmp_path / "run", workers=2, factory=fake_bench.make_dying)
+    assert run(plan, tmp_path / "run", workers=2, factory=fake_bench.make_dying).failed == 0
+    assert found(tmp_path / "run") == expected(tmp_path, plan)
+
+
+@pytest.mark.usefixtures("_no_ray")
+def test_a_model_that_does_not_load_is_the_same_error_in_a_process(tmp_path: Path, log: Path) -> None:
+    with pytest.raises(ModelLoadError, match="there is no such model"):
+        run(fake_bench.plan(log), tmp_path / "run", workers=2, factory=fake_bench.make_none)
 
 
 def test_threads_and_devices_are_shared_out() -> None:

@@ -57,7 +57,7 @@ def test_lmms_eval_turns_values_into_numbers_and_they_are_read_all_the_same() ->
         ("hybridkv", None, {"theta": 0.8}, r"write method\.theta="),
         ("hybridkv", None, {"bugdet": 0.8}, "did you mean 'budget'"),
         ("hybridkv", 0.1, {"method.budget": 0.2}, "given twice"),
-        ("hybridkv", None, {"method.window": "wide"}, "expected a whole number"),
+        ("hybridkv", None, {"method.window": "wide"}, "expected 'auto' or a whole number"),
         ("hybridkv", None, {"kv_dtype": "int3"}, "kv_dtype"),
         ("hae", None, {"max_decode_slots": 4}, "leave max_decode_slots out"),
         ("full", 0.5, {}, "full has no option 'budget'"),

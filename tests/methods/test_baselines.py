@@ -177,3 +177,18 @@ def test_reports_tell_what_the_method_says(setting: tuple[Any, dict[str, Any], T
     with foveakv.compress(model, foveakv.HybridKV(budget=0.5, window=4)) as session:
         model.generate(**inputs, max_new_tokens=3, do_sample=False)
         assert 0 <= session.report.to_dict()["details"]["static_share"] <= 1
+
+
+def test_random_holds_a_budget_below_the_text(setting: tuple[Any, dict[str, Any], Tensor]) -> None:
+    model, inputs, _ = setting
+    ids = inputs["input_ids"][0]
+    visual = set(torch.nonzero(ids == model.config.image_token_id).flatten().tolist())
+    text = sorted(set(range(len(ids))) - visual)
+    size = len(text) - 2
+    assert kept(model, inputs, Random(budget=size))[0] == set(text[2:])
+    shared = kept(model, inputs, Random(budget=size, visual_share=0.5))[0]
+    assert len(shared & visual) == size // 2
+    assert shared - visual == set(text[-(size - size // 2) :])
+    with foveakv.compress(model, Random(budget=size)) as session:
+        model.generate(**inputs, max_new_tokens=2, do_sample=False)
+        assert any("does not fit the budget" in note for note in session.report.notes)

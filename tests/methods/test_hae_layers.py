@@ -143,6 +143,35 @@ def test_what_early_layers_keep(model, early):
     assert got == [*wanted, alone[2], alone[2]]
 
 
+@stages
+def test_no_layer_is_before_the_first(model, stage):
+    """With layer 0, as in the paper, `early_layers` makes no difference, and nothing waits."""
+    inputs = families.prompt(FAMILY, dtype=torch.float64)
+    runs = [
+        matrix.compressed(model, method(stage, score_layer=0, rows="sum", early_layers=early), inputs)
+        for early in ("wait", "first", "own")
+    ]
+    for got in runs[1:]:
+        assert held(got) == held(runs[0])
+        assert got.cache.peak_nbytes == runs[0].cache.peak_nbytes
+    matrix.check_against_reference(model, runs[0], inputs)
+
+
+def test_the_papers_preset_in_a_model(model, batch):
+    chosen = HAE.preset("paper", budget=25, recycle_bin_size=4, target_visual_tokens=0.4)
+    got = matrix.compressed(model, chosen, batch.inputs, max_new_tokens=10)
+    assert got.cache.results.figures["score_layers"] == [0]
+    assert got.session.report.method_notes == ()
+    assert got.cache.results.figures["evicted_decode"] > 0
+    matrix.check_against_reference(model, got, batch.inputs, max_new_tokens=10)
+
+
+def test_a_method_without_its_model_says_so():
+    assert HAE(score_layer=1).needs_queries(1)
+    with pytest.raises(MethodError, match="depends on the model; call for_model first"):
+        HAE(ddes=False).needs_queries(1)
+
+
 def test_several_layers_decide_by_their_mean(model):
     inputs = families.prompt(FAMILY, dtype=torch.float64)
     kept = {

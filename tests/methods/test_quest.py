@@ -181,3 +181,24 @@ def test_beams_turns_and_copies(dtype: torch.dtype) -> None:
     assert largest_difference(got, want) < tolerance
     for run in again:
         matrix.check_choices(run, tolerance)
+
+
+@pytest.mark.parametrize(("budget", "size"), [(512, 16), (511, 8), (256, 8), (255, 4), (40, 4), (1, 4)])
+def test_automatic_pages_are_the_papers_while_the_budget_holds_32(budget: int, size: int) -> None:
+    from types import SimpleNamespace
+
+    request: Any = SimpleNamespace(budget_tokens=lambda written: torch.tensor([budget, 9000]))
+    assert Quest()._page(request) == size
+    assert Quest(page_size=5)._page(request) == 5
+
+
+def test_the_report_says_which_pages_are_read() -> None:
+    model, inputs = matrix.model("llava"), families.prompt("llava", images=4, text=12)
+    for method, said in (
+        (Quest(budget=0.3), True),
+        (Quest(budget=0.3, page_size=8), False),
+        (Quest(budget=1.0), False),
+    ):
+        report = matrix.compressed(model, method, inputs, max_new_tokens=2).session.report
+        assert any("page_size=auto: pages of 4 tokens instead of 16" in note for note in report.notes) == said
+        assert report.details["page_size"] == (8 if method.page_size == 8 else 4)

@@ -82,7 +82,8 @@ class Plan:
     """A run.
 
     items: number of items of each task. seed: of the items. dtype, device: as for `foveakv.load`, None for its default.
-    plugins: files that register methods, see `foveakv.methods.plugins`.
+    plugins: files that register methods, see `foveakv.methods.plugins`. time_every: the time per token is measured on
+    every n-th item, 0 measures none.
     """
 
     tasks: tuple[str, ...]
@@ -94,6 +95,7 @@ class Plan:
     device: str | None = None
     trust_remote_code: bool = False
     plugins: tuple[str, ...] = ()
+    time_every: Count = 10
 
     def __post_init__(self) -> None:
         if self.items < 1 or self.seed < 0:

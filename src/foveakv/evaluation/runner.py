@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from foveakv.errors import InputError
-from foveakv.evaluation import ray_pool, tasks
+from foveakv.evaluation import local_pool, ray_pool, tasks
 from foveakv.evaluation.plan import Plan, Unit
 from foveakv.evaluation.results import Result, does_not_apply
 from foveakv.evaluation.store import Store
@@ -51,7 +52,7 @@ def run(
         plan: what to run; it may add items, tasks and methods to the plan that the folder was made with.
         folder: of the run, see `foveakv.evaluation.store`.
         workers: number of processes, each with its own copy of the model and cores // workers threads. One worker runs
-            in this process, without Ray.
+            in this process. Several are Ray's, or plain processes of this machine where Ray is not installed.
         ray_address: a Ray cluster for the workers ("auto", "host:6379", "ray://host:10001"); without it, several
             workers are processes on this machine.
         retry_failed: also recompute results that have an error.
@@ -63,7 +64,7 @@ def run(
 
     Raises:
         InputError, StoreError: see `Store`. ModelLoadError and others: the model does not load.
-        MissingDependencyError: several workers, and Ray is not installed.
+        MissingDependencyError: `ray_address` is given, and Ray is not installed.
     """
     if workers < 1:
         raise InputError(f"workers must be at least 1, got {workers}")
@@ -82,6 +83,8 @@ def run(
         store.add_start(workers)
         if workers == 1 and ray_address is None:
             source = run_units(plan, units, factory, store.add_machine)
+        elif ray_address is None and find_spec("ray") is None:
+            source = local_pool.run_units(plan, units, factory, store.add_machine, workers)
         else:
             source = ray_pool.run_units(plan, units, factory, store.add_machine, workers, ray_address)
         for worker, result in source:

@@ -173,7 +173,8 @@ def search_tasks(
     from foveakv.evaluation.store import read_results
 
     def measure(candidates: Sequence[Candidate], part: str, own_seed: int) -> list[Result]:
-        run(Plan.of(tasks, candidates, items, seed=own_seed, **plan), folder / part, workers=workers, progress=progress)
+        own = Plan.of(tasks, candidates, items, seed=own_seed, time_every=0, **plan)
+        run(own, folder / part, workers=workers, progress=progress)
         return read_results(folder / part)
 
     chosen = search.choose(measure(search.candidates(), "settings", seed))

@@ -33,7 +33,8 @@ def load_bench(plan: Plan) -> Bench:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     options: dict[str, Any] = {"trust_remote_code": True} if plan.trust_remote_code else {}
-    return trial.Bench(models.load(plan.model, dtype=plan.dtype, device=plan.device, **options))
+    loaded = models.load(plan.model, dtype=plan.dtype, device=plan.device, **options)
+    return trial.Bench(loaded, time_every=plan.time_every)
 
 
 class Worker:

@@ -47,12 +47,13 @@ def run(
     items: Annotated[int, typer.Option(min=1, max=100_000, help="Number of items per task.")] = 200,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the items.")] = 0,
     model: ModelOption = "demo",
-    workers: Annotated[
-        int, typer.Option(min=1, help="Number of processes, each with its own copy of the model; 2 or more need Ray.")
-    ] = 1,
+    workers: Annotated[int, typer.Option(min=1, help="Number of processes, each with its own copy of the model.")] = 1,
     ray_address: Annotated[
         str | None, typer.Option(help="Address of a Ray cluster for the workers; default: this machine.")
     ] = None,
+    time_every: Annotated[
+        int, typer.Option(min=0, help="Measure the time per token on every n-th item; 0 measures none.")
+    ] = 10,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run failed results again.")] = False,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
@@ -82,7 +83,7 @@ def run(
         raise InputError("--tasks is empty; name at least one task, or leave it out")
     plan = Plan.of(
         names, with_baselines(chosen), items, seed=seed, model=model, dtype=dtype, device=device,
-        trust_remote_code=trust_remote_code, plugins=loaded_files(),
+        trust_remote_code=trust_remote_code, plugins=loaded_files(), time_every=time_every,
     )  # fmt: skip
     try:
         with Display() as display:

@@ -21,7 +21,8 @@ def digest_of(model: compat.PreTrainedModel) -> str:
     """Return the SHA-256 of the text decoder's type, geometry and a few values of every parameter: 64 hex digits.
 
     Values are rounded to bfloat16 first, so that a checkpoint has one digest in float32 and in bfloat16. float16 and
-    quantized weights may give another one. Parameters on the meta device (offloaded by accelerate) count by shape only.
+    quantized weights may give another one. Parameters on the meta device (offloaded by accelerate) and distributed ones
+    (DTensor) count by shape only.
     """
     config = compat.text_config_of(model)
     found = hashlib.sha256()
@@ -30,7 +31,7 @@ def digest_of(model: compat.PreTrainedModel) -> str:
     for name, parameter in sorted(compat.decoder_of(model).named_parameters()):
         found.update(json.dumps([name, list(parameter.shape)]).encode())
         count = min(_VALUES, parameter.numel())
-        if parameter.is_meta or not count:
+        if not count or parameter.is_meta or hasattr(parameter, "full_tensor"):
             continue
         flat = parameter.detach().reshape(-1)
         places = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).long().to(flat.device)
