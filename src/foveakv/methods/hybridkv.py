@@ -264,6 +264,7 @@ class HybridKV(Presets, Method):
             "nominal_slots": int(state.nominal.sum()),
             "slots": int(heads.slots.sum()),
             "digest_bytes": view.digest_bytes,
+            "refused_heads": state.refused.tolist(),
         }
         return Results(figures, notes=self._notes(view, state, heads), heads=heads)
 
@@ -277,17 +278,19 @@ class HybridKV(Presets, Method):
         evicts = heads.static & (budgets < lengths)
         kept = kept_window(budgets, rows, self.window_share)
         notes = window_note(self.window, rows, kept, evicts, budgets)
-        notes += text_note(text[evicts], budgets[evicts], self.visual_share)
-        if state.rho is not None and self.rho == "auto" and bool((state.rho > rules.PAPER_RHO).any()):
+        tight = state.rho is not None and self.rho == "auto" and bool((state.rho > rules.PAPER_RHO).any())
+        if tight and state.rho is not None:
             notes += (
-                f"rho=auto: dynamic heads get up to {float(state.rho.max()):.2f} of the mean budget instead of "
-                f"{rules.PAPER_RHO}, since static heads would not hold the text",
+                f"static heads do not hold the text of the prompt ({int(text.max())} tokens): dynamic heads get "
+                f"{float(state.rho.max()):.2f} of the mean budget (rho=auto) instead of {rules.PAPER_RHO}",
             )
+        else:
+            notes += text_note(text[evicts], budgets[evicts], self.visual_share, "the budgets of static heads")
         if self.chunk_size == "auto" and state.chunk > rules.PAPER_CHUNK:
             notes += (
                 f"chunk_size=auto: chunks of {state.chunk} tokens, since digests of smaller ones exceed the budget",
             )
-        if bool((state.refused > 0).any()):
+        if int(state.refused.sum()) * 10 > heads.static.numel():
             notes += (
                 f"{int(state.refused.sum())} heads are static that would be dynamic: digests take at most a quarter of "
                 "the budget",
