@@ -100,7 +100,7 @@ class HybridKV(Presets, Method):
             heads then hold the text, otherwise more, up to 1.5.
         alpha: share of the static budget that is split evenly, a in Eq. 5.
         window: tokens at the end of the prompt that static heads keep and whose attention scores the other tokens.
-            "auto": the tokens after the last visual one, 4 to 32.
+            "auto": half of the tokens after the last visual one, 4 to 32.
         window_share: the largest share of a static head's budget for the window (the paper keeps it whole: 1).
         visual_share: the share of a static head's slots besides the window that text leaves to visual tokens.
         chunk_size: tokens per chunk. "auto": 4, or more where digests would exceed a quarter of the budget.

@@ -40,9 +40,7 @@ def text_note(text: Tensor, budgets: Tensor, visual_share: float, whose: str = "
     small = budgets < text
     if not bool(small.any()):
         return ()
-    rest = (
-        f"{visual_share:.0%} of it is left to visual tokens" if visual_share else "visual tokens get nothing"
-    )
+    rest = f"{visual_share:.0%} of it is left to visual tokens" if visual_share else "visual tokens get nothing"
     return (
         f"the text of the prompt ({int(text[small].max())} tokens) does not fit {whose} "
         f"({int(budgets[small].min())} tokens per head): {rest}, and the best-scored text is kept",
