@@ -35,10 +35,10 @@ class SnapKV(Presets, Method):
     Scores are the window's attention (mean over its rows and the query group), smoothed by average pooling over
     `kernel` neighbouring tokens.
 
-    In the paper the window has 32 tokens, all of which are kept, and the pool has 5. Not in the paper: the window is the
-    later half of the question, pooling stays within a part of an image's row (`foveakv.methods.windows`), and the window gets
-    at most `window_share` of the budget. The report's details have the values used.
-    `preset("paper")` has the paper's values.
+    In the paper the window has 32 tokens, all of which are kept, and the pool has 5. Not in the paper: the window is
+    the later half of the question, pooling stays within a part of an image's row (`foveakv.methods.windows`), and the
+    window gets at most `window_share` of the budget. The report's details have the values used. `preset("paper")` has
+    the paper's values.
 
     Args:
         budget: tokens to keep: a share of the prompt, tokens per head, or bytes.
