@@ -103,7 +103,8 @@ class HybridKV(Presets, Method):
             "auto": half of the tokens after the last visual one, 4 to 32.
         window_share: the largest share of a static head's budget for the window (the paper keeps it whole: 1).
         visual_share: the share of a static head's slots besides the window that text leaves to visual tokens.
-        chunk_size: tokens per chunk. "auto": 4, or more where digests would exceed a quarter of the budget.
+        chunk_size: tokens per chunk. "auto": 4, or 8 where the mean budget holds 32 of these, or more where digests
+            would exceed a quarter of the budget.
         k_ratio: k of the head score as a share of the prompt.
         text_rows: "after_visual" (text after the first visual token) or "all".
         max_text_rows: the most rows for the head score: the last ones, and evenly spaced earlier ones; None = all.
