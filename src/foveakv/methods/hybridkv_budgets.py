@@ -56,7 +56,8 @@ def auto_digests(
 
     The first of (int8, 4), (int4, 4), (int8, 8), (int4, 8), ... is used with which digests take no more than
     `DIGEST_SHARE` of the budget. Chunks are not smaller than the paper's 8 if the mean budget holds `PAPER_CHUNKS_HELD`
-    of these, and larger only while it holds `CHUNKS_HELD` of them. A batch has one setting: that of the sequence that needs the smallest digests.
+    of these, and larger only while it holds `CHUNKS_HELD` of them. A batch has one setting: that of the sequence that
+    needs the smallest digests.
 
     Args:
         geometry: of the prompt.
