@@ -23,9 +23,9 @@ def prompt(*parts: int, question: int = 6, markers: int = 3, padding: int = 0) -
 
 
 @pytest.mark.parametrize(
-    ("question", "rows"), [(0, 4), (1, 4), (4, 4), (5, 5), (31, 31), (32, 32), (33, 32), (500, 32)]
+    ("question", "rows"), [(0, 4), (1, 4), (4, 4), (8, 4), (9, 5), (10, 5), (61, 31), (63, 32), (64, 32), (500, 32)]
 )
-def test_a_window_is_as_long_as_the_question(question: int, rows: int) -> None:
+def test_a_window_is_the_later_half_of_the_question(question: int, rows: int) -> None:
     assert window_rows(prompt(64, 64, question=question), "auto").tolist() == [rows]
     assert window_rows(prompt(64, question=question, padding=7), "auto").tolist() == [rows]
     assert window_rows(prompt(64, question=question), 9).tolist() == [9]

@@ -100,10 +100,11 @@ class HybridKV(Presets, Method):
             heads then hold the text, otherwise more, up to 1.5.
         alpha: share of the static budget that is split evenly, a in Eq. 5.
         window: tokens at the end of the prompt that static heads keep and whose attention scores the other tokens.
-            "auto": the tokens after the last visual one, 4 to 32.
+            "auto": half of the tokens after the last visual one, 4 to 32.
         window_share: the largest share of a static head's budget for the window (the paper keeps it whole: 1).
         visual_share: the share of a static head's slots besides the window that text leaves to visual tokens.
-        chunk_size: tokens per chunk. "auto": 4, or more where digests would exceed a quarter of the budget.
+        chunk_size: tokens per chunk. "auto": 4, or 8 where the mean budget holds 32 of these, or more where digests
+            would exceed a quarter of the budget.
         k_ratio: k of the head score as a share of the prompt.
         text_rows: "after_visual" (text after the first visual token) or "all".
         max_text_rows: the most rows for the head score: the last ones, and evenly spaced earlier ones; None = all.
@@ -264,6 +265,7 @@ class HybridKV(Presets, Method):
             "nominal_slots": int(state.nominal.sum()),
             "slots": int(heads.slots.sum()),
             "digest_bytes": view.digest_bytes,
+            "refused_heads": state.refused.tolist(),
         }
         return Results(figures, notes=self._notes(view, state, heads), heads=heads)
 
@@ -277,17 +279,19 @@ class HybridKV(Presets, Method):
         evicts = heads.static & (budgets < lengths)
         kept = kept_window(budgets, rows, self.window_share)
         notes = window_note(self.window, rows, kept, evicts, budgets)
-        notes += text_note(text[evicts], budgets[evicts], self.visual_share)
-        if state.rho is not None and self.rho == "auto" and bool((state.rho > rules.PAPER_RHO).any()):
+        tight = state.rho is not None and self.rho == "auto" and bool((state.rho > rules.PAPER_RHO).any())
+        if tight and state.rho is not None:
             notes += (
-                f"rho=auto: dynamic heads get up to {float(state.rho.max()):.2f} of the mean budget instead of "
-                f"{rules.PAPER_RHO}, since static heads would not hold the text",
+                f"static heads do not hold the text of the prompt ({int(text.max())} tokens): dynamic heads get "
+                f"{float(state.rho.max()):.2f} of the mean budget (rho=auto) instead of {rules.PAPER_RHO}",
             )
+        else:
+            notes += text_note(text[evicts], budgets[evicts], self.visual_share, "the budgets of static heads")
         if self.chunk_size == "auto" and state.chunk > rules.PAPER_CHUNK:
             notes += (
                 f"chunk_size=auto: chunks of {state.chunk} tokens, since digests of smaller ones exceed the budget",
             )
-        if bool((state.refused > 0).any()):
+        if int(state.refused.sum()) * 10 > heads.static.numel():
             notes += (
                 f"{int(state.refused.sum())} heads are static that would be dynamic: digests take at most a quarter of "
                 "the budget",

@@ -31,6 +31,8 @@ DIGEST_SHARE = Fraction(1, 4)
 PAPER_CHUNK = 8
 CHUNKS = (4, 8, 16, 32)
 """Sizes of automatic chunks."""
+PAPER_CHUNKS_HELD = 32
+"""Chunks of the paper's size that the mean budget holds where automatic chunks are not smaller."""
 CHUNKS_HELD = 16
 """The mean budget holds as many chunks if these are larger than the paper's."""
 
@@ -53,8 +55,9 @@ def auto_digests(
     """Return how digests are stored, and the tokens per chunk.
 
     The first of (int8, 4), (int4, 4), (int8, 8), (int4, 8), ... is used with which digests take no more than
-    `DIGEST_SHARE` of the budget. Chunks are larger than the paper's 8 only while the mean budget holds `CHUNKS_HELD` of
-    them. A batch has one setting: that of the sequence that needs the smallest digests.
+    `DIGEST_SHARE` of the budget. Chunks are not smaller than the paper's 8 if the mean budget holds `PAPER_CHUNKS_HELD`
+    of these, and larger only while it holds `CHUNKS_HELD` of them. A batch has one setting: that of the sequence that
+    needs the smallest digests.
 
     Args:
         geometry: of the prompt.
@@ -66,9 +69,12 @@ def auto_digests(
     every = [(own, size) for size in (CHUNKS if chunk == "auto" else (chunk,)) for own in kinds]
     needed = 0
     for total, context in zip(totals, geometry.contexts, strict=True):
-        most = max(PAPER_CHUNK, total // geometry.heads // CHUNKS_HELD)
+        mean = total // geometry.heads
+        least = PAPER_CHUNK if mean >= PAPER_CHUNKS_HELD * PAPER_CHUNK else CHUNKS[0]
         for place, (own, size) in enumerate(every):
-            if chunk == "auto" and size > most:
+            if chunk == "auto" and size < least:
+                continue
+            if chunk == "auto" and size > max(PAPER_CHUNK, mean // CHUNKS_HELD):
                 break
             needed = max(needed, place)
             each, _ = digest_bytes(own, geometry.head_dim, geometry.itemsize)

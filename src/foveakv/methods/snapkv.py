@@ -35,15 +35,15 @@ class SnapKV(Presets, Method):
     Scores are the window's attention (mean over its rows and the query group), smoothed by average pooling over
     `kernel` neighbouring tokens.
 
-    In the paper the window has 32 tokens, all of which are kept, and the pool has 5. Not in the paper: the window is as
-    long as the question, pooling stays within a part of an image's row (`foveakv.methods.windows`), and the window gets
-    at most `window_share` of the budget. The report's details have the values used.
-    `preset("paper")` has the paper's values.
+    In the paper the window has 32 tokens, all of which are kept, and the pool has 5. Not in the paper: the window is
+    the later half of the question, pooling stays within a part of an image's row (`foveakv.methods.windows`), and the
+    window gets at most `window_share` of the budget. The report's details have the values used. `preset("paper")` has
+    the paper's values.
 
     Args:
         budget: tokens to keep: a share of the prompt, tokens per head, or bytes.
-        window: tokens at the end of the prompt that score the others and are kept. "auto": the tokens after the last
-            visual one, 4 to 32, and 32 in a prompt without visual tokens.
+        window: tokens at the end of the prompt that score the others and are kept. "auto": half of the tokens after
+            the last visual one, 4 to 32, and 32 in a prompt without visual tokens.
         kernel: neighbouring tokens to pool over, odd. "auto": at most the paper's, and at most three tenths of a row of
             the prompt's median image: 5 on images of 24 x 24 tokens, 1 (no pooling) on those of 8 x 8.
         window_share: the largest share of the budget for the window.

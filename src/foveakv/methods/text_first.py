@@ -35,13 +35,13 @@ def text_first(
     return window | best_text | best_rest
 
 
-def text_note(text: Tensor, budgets: Tensor, visual_share: float) -> tuple[str, ...]:
+def text_note(text: Tensor, budgets: Tensor, visual_share: float, whose: str = "the budget") -> tuple[str, ...]:
     """Return the report's note if a budget does not hold all text: text, budgets int64, tokens, of one shape."""
     small = budgets < text
     if not bool(small.any()):
         return ()
     rest = f"{visual_share:.0%} of it is left to visual tokens" if visual_share else "visual tokens get nothing"
     return (
-        f"the text of the prompt ({int(text[small].max())} tokens) does not fit the budget "
+        f"the text of the prompt ({int(text[small].max())} tokens) does not fit {whose} "
         f"({int(budgets[small].min())} tokens per head): {rest}, and the best-scored text is kept",
     )

@@ -1,7 +1,7 @@
 """The window of newest tokens that scores a prompt, and the width of pooling: rules for what is "auto".
 
 The papers' constants (32 rows, pools over 5 or 7 neighbours) suit long questions about images of hundreds of tokens.
-Not in the papers: a window ends where the question begins, and pooling stays within a part of an image's row.
+Not in the papers: a window is the later half of the question, and pooling stays within a part of an image's row.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ POOLED = Fraction(3, 10)
 def window_rows(prompt: PromptMap, window: int | Auto) -> Tensor:
     """Return the rows of each sequence's window: int64 [B], at least 1.
 
-    "auto" is the length of the question, which is the number of tokens after the last visual token, at least
-    `LEAST_WINDOW` and at most `PAPER_WINDOW`. A prompt without visual tokens gets `PAPER_WINDOW`.
+    "auto" is half of the question, which is the tokens after the last visual token, rounded up, at least `LEAST_WINDOW`
+    and at most `PAPER_WINDOW`. A prompt without visual tokens gets `PAPER_WINDOW`. The first half of a question does
+    not yet know what is asked, and tokens before it less so.
     """
     if window != "auto":
         return torch.full((prompt.batch,), window, dtype=torch.int64, device=prompt.kinds.device)
     columns = torch.arange(prompt.columns, device=prompt.kinds.device)
     last = torch.where(prompt.visual, columns, -1).amax(-1, keepdim=True)
     question = (prompt.real & (columns > last)).sum(-1)
-    question = torch.where(last[:, 0] < 0, PAPER_WINDOW, question)
-    return question.clamp(LEAST_WINDOW, PAPER_WINDOW)
+    half = torch.where(last[:, 0] < 0, PAPER_WINDOW, (question + 1) // 2)
+    return half.clamp(LEAST_WINDOW, PAPER_WINDOW)
 
 
 def scores_of_window(view: PrefillView, rows: Tensor) -> Tensor:

@@ -171,7 +171,7 @@ def offload(view: PrefillView, **changed: Any) -> Offload:
         (lambda view: Decision(offload=offload(view, chunk=2.5)), "Offload.chunk must be .*; got 2.5"),
         (lambda view: Decision(offload=offload(view, place="cloud")), "place must be one of host, device, disk; got"),
         (lambda view: Decision(offload=offload(view, summary="max")), "summary must be one of mean, bounds; got 'max'"),
-        (lambda view: Decision(offload=offload(view, digest_dtype="int4")), "digest_dtype must be one of model, "),
+        (lambda view: Decision(offload=offload(view, digest_dtype="int2")), "digest_dtype must be one of model, "),
         (lambda view: Decision(offload=torch.ones(2, 2, dtype=torch.bool)), "offload must be an Offload"),
         (
             lambda view: Decision(offload=offload(view), chunks=torch.ones(2, 1, dtype=torch.int64)),
