@@ -73,7 +73,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("hae", {"prefill_rows": 8}),
     ("hae", {"target_visual_tokens": 5}),
     ("hae", {"score_layer": 0, "rows": "sum"}),
-    ("hae", {"score_layer": (0, 1), "target_visual_tokens": 5, "value_norm": True}),
+    ("hae", {"score_layer": (0, 1), "target_visual_tokens": 5, "value_norm": False}),
     ("hae", {"score_layer": 1, "early_layers": "own"}),
     ("hae", {"score_layer": 0.9, "early_layers": "first", "ddes": False, "budget": None}),
     ("hae", {"candidates": "prompt"}),

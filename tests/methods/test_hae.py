@@ -57,7 +57,7 @@ def naive_attention(query: Tensor, keys: Tensor, scaling: float) -> Tensor:
 
 
 def test_first_layer_decides_by_equations_1_to_3(model, inputs):
-    method = Watched(score_layer=0, rows="sum", r=0.9, alpha=0.08, ddes=False, statistics=True)
+    method = Watched(score_layer=0, rows="sum", value_norm=False, r=0.9, alpha=0.08, ddes=False, statistics=True)
     run = matrix.compressed(model, method, inputs, max_new_tokens=2)
     query, keys, prompt, scaling, *_ = method.views[0]
     attention = naive_attention(query, keys, scaling)
@@ -201,7 +201,7 @@ def test_dropped_hidden_states_change_later_layers_only(model, inputs):
 
 
 def test_scores_start_from_the_prompts_attention(model, inputs):
-    method = Watched(dap=False)
+    method = Watched(dap=False, value_norm=False)
     run = matrix.compressed(model, method, inputs, max_new_tokens=1)
     for layer, seen in zip(run.cache.compressed, method.views, strict=True):
         query, keys, _, scaling, sampled, many = seen

@@ -265,7 +265,7 @@ def test_shared_scores_by_hand(size: int, candidates: str) -> None:
     """All layers hold one set of tokens; the set is that of a loop over sets, by the sums up to the step before."""
     chosen = HAE(
         budget=24, scores="shared", dap=False, score_layer=(1, 2), recycle_bin_size=size, candidates=candidates,
-        recent=2, sink=1,
+        recent=2, sink=1, value_norm=False,
     )  # fmt: skip
     case = Case.of({1: 40}, new=(1, 1, 2, 1, 1, 1, 4, 1, 1, 1, 1, 1))
     got = run(chosen, case)

@@ -92,6 +92,7 @@ def test_presets_carry_the_papers_values():
     for name in PRESETS:
         made = HAE.preset(name, recent=0)
         assert (made.score_layer, made.rows, made.relative, made.recent, made.sink) == (0, "sum", False, 0, 0)
+        assert not made.value_norm
         assert (made.candidates, made.drop_hidden_states) == ("prompt", True)
     with pytest.raises(MethodError, match=r"phi-3\.5-vision"):
         HAE.preset("gpt")

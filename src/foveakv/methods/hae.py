@@ -110,7 +110,7 @@ class HAE(Method):
     target_visual_tokens: int | float | None = None
     criterion: Literal["dual", "variance", "dual+variance"] = "dual"
     variance_quantile: float = 0.6
-    value_norm: bool = False
+    value_norm: bool = True
     drop_hidden_states: bool = False
     recycle_bin_size: int = 64
     candidates: Literal["all", "prompt"] = "all"

@@ -9,6 +9,7 @@ from typing import Any
 PAPER: dict[str, Any] = {
     "score_layer": 0,
     "rows": "sum",
+    "value_norm": False,
     "relative": False,
     "r": 0.0012,
     "alpha": 0.001,
