@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from foveakv.core.budget import parse_budget
 from foveakv.errors import MethodError
 from foveakv.methods.checks import choice, flag, number, share, whole_number
-
-if TYPE_CHECKING:
-    from foveakv.methods.hybridkv import HybridKV
 
 PRESETS: dict[str, dict[str, Any]] = {
     # What the paper states (arXiv 2604.05887): theta, rho, chunks of 8, the nearest power of two, all text rows; and
@@ -52,8 +49,8 @@ _CHOICES = {
 }
 
 
-def check_options(method: HybridKV) -> None:
-    """Raise `MethodError` (or `BudgetError`) if an option of the method is invalid."""
+def check_options(method: Any) -> None:
+    """Raise `MethodError` (or `BudgetError`) if an option of a `HybridKV` is invalid."""
     name = method.name
     parse_budget(method.budget)
     if method.theta != "auto":
