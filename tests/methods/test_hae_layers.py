@@ -326,6 +326,16 @@ def test_shared_scores_in_a_model(model, batch):
         assert alone.tokens[0, -12:].tolist() == got.tokens[b, -12:].tolist()
 
 
+@pytest.mark.parametrize(
+    "options", [{"scores": "shared"}, {"scores": "shared", "candidates": "prompt"}, {"candidates": "prompt"}]
+)
+def test_beams_reorder_scores_and_candidates(model, batch, options):
+    chosen = method("both", budget=20, **options)
+    got = matrix.compressed(model, chosen, batch.inputs, num_beams=3, max_new_tokens=10)
+    assert got.cache.results.figures["evicted_decode"] > 0
+    matrix.check_against_reference(model, got, batch.inputs, num_beams=3, max_new_tokens=10)
+
+
 # ------------------------------------------------------------------------------------------- where the layer comes from
 
 
