@@ -20,6 +20,7 @@ from typing import NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from foveakv.core.fused_columns import AddColumns, fused_column_sums
 from foveakv.core.prompt import PromptMap
 from foveakv.core.row_tiles import TiledRows, Visible
 from foveakv.errors import InputError
@@ -86,10 +87,17 @@ def column_sums(
     scaling: float,
     visible: Visible | None = None,
     *,
+    add: AddColumns | None = None,
     tile_bytes: int | None = None,
 ) -> Tensor:
-    """Compute the attention that each column receives, summed over the rows and the query group: [B, H, C]."""
-    return _column_sums(TiledRows.of(query, keys, rows, valid, scaling, visible, tile_bytes))[0]
+    """Compute the attention that each column receives, summed over the rows and the query group: [B, H, C].
+
+    add: a fused softmax and sum of a tile, such as `foveakv.kernels.cpu_columns.add`; None = tensor operations.
+    """
+    job = TiledRows.of(query, keys, rows, valid, scaling, visible, tile_bytes)
+    if add is not None and job.dtype == torch.float32:
+        return fused_column_sums(job, add)
+    return _column_sums(job)[0]
 
 
 @_full_precision
