@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from foveakv.core.row_tiles import TiledRows
 
-AddColumns = Callable[[Tensor, Tensor, Tensor | None, Tensor], None]
-"""Adds a tile: (scores, stop, seen, sums), see `foveakv.kernels.cpu_columns.add`."""
+
+class Fused(Protocol):
+    """Sums over a tile in one pass, which an engine may offer; see `foveakv.kernels.cpu_columns`."""
+
+    def add(self, scores: Tensor, stop: Tensor, seen: Tensor | None, sums: Tensor) -> None:
+        """sums += the softmax of every row of scores, summed over the rows of a head."""
+
+    def largest(self, values: Tensor, k: int) -> Tensor:
+        """The k largest numbers of each row, summed over the rows of a head: [h, m, W] -> [h]."""
+
 
 _ROWS = 128  # of a tile at most: a tile spans the columns up to its last row, so high tiles waste products
 
 
-def fused_column_sums(job: TiledRows, add: AddColumns) -> Tensor:
+def fused_column_sums(job: TiledRows, fused: Fused) -> Tensor:
     """Compute the attention that each column receives, summed over rows and query group: float32 [B, H, C].
 
     Equal to the sums over `job.tiles()` up to rounding. Keys of 16 bits are converted once per group of heads.
@@ -56,6 +64,6 @@ def fused_column_sums(job: TiledRows, add: AddColumns) -> Tensor:
                 scores = buffer[: query.shape[0] * query.shape[1] * width].view(*query.shape[:2], width)
                 torch.matmul(query, keys[:, :width].mT, out=scores)
                 sums = job.zeros(1, len(queries), width)
-                add(scores[None], stops, seen, sums)
+                fused.add(scores[None], stops, seen, sums)
                 out[b, heads, :width] += sums[0]
     return out.to(job.dtype)

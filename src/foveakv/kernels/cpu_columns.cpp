@@ -85,7 +85,62 @@ void add_rows(const Columns& a, int64_t group, int64_t begin, int64_t end, float
   }
 }
 
+// The sum of the k largest of `count` numbers, none below 0; k >= 1. Bits of such numbers are ordered as the numbers are,
+// so the k-th largest is found by halving their range, which reads a row from the first-level cache.
+double largest_sum(const float* row, int64_t count, int64_t k) {
+  const int64_t whole = count / LANES * LANES;
+  const auto bits = [&](int64_t j) { return same_bits<int32_t>(row[j]); };
+  int32_t low = 0, high = 0;  // at least k numbers are not below `low`, fewer than k are above `high`
+  Int most = {};
+  for (int64_t j = 0; j < whole; j += LANES) {
+    const Int x = same_bits<Int>(load(row + j));
+    most = x > most ? x : most;
+  }
+  for (int i = 0; i < LANES; ++i) high = std::max(high, most[i]);
+  for (int64_t j = whole; j < count; ++j) high = std::max(high, bits(j));
+  while (low < high && k < count) {
+    const int32_t middle = high - (high - low) / 2;
+    Int above = {};
+    for (int64_t j = 0; j < whole; j += LANES) above -= same_bits<Int>(load(row + j)) >= middle;
+    int64_t found = 0;
+    for (int i = 0; i < LANES; ++i) found += above[i];
+    for (int64_t j = whole; j < count; ++j) found += bits(j) >= middle;
+    if (found >= k) low = middle;
+    if (found == k) break;
+    if (found < k) high = middle - 1;
+  }
+  Vec total = zero();
+  Int taken = {};
+  for (int64_t j = 0; j < whole; j += LANES) {
+    const Vec x = load(row + j);
+    const Int above = same_bits<Int>(x) >= low;
+    total += above ? x : zero();
+    taken -= above;
+  }
+  double all = sum(total);
+  int64_t found = 0;
+  for (int i = 0; i < LANES; ++i) found += taken[i];
+  for (int64_t j = whole; j < count; ++j)
+    if (bits(j) >= low) all += row[j], ++found;
+  return found > k ? all - double(found - k) * same_bits<float>(low) : all;  // more than k only where equals remain
+}
+
 }  // namespace
+
+// sums[group] = the k largest numbers of each of its rows, summed. values [groups, rows, width].
+extern "C" void foveakv_largest(const float* values, int64_t groups, int64_t rows, int64_t width, int64_t k,
+                                double* sums) {
+  int64_t threads = std::min<int64_t>(at::get_num_threads(), groups * rows * width / SCORES_PER_THREAD);
+  if (at::in_parallel_region() || threads < 1) threads = 1;
+  std::vector<double> found(groups * rows);
+  at::parallel_for(0, groups * rows, (groups * rows + threads - 1) / threads, [&](int64_t first, int64_t last) {
+    for (int64_t row = first; row < last; ++row) found[row] = largest_sum(values + row * width, width, k);
+  });
+  for (int64_t group = 0; group < groups; ++group) {
+    sums[group] = 0;
+    for (int64_t row = group * rows; row < (group + 1) * rows; ++row) sums[group] += found[row];
+  }
+}
 
 extern "C" int64_t foveakv_add_columns(const Columns* arguments) {
   const Columns& a = *arguments;

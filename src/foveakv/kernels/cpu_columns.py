@@ -1,7 +1,11 @@
-"""Column sums of softmaxed scores on a CPU, in one pass over a tile, by the compiled library (cpu_columns.cpp)."""
+"""Sums over a tile of attention scores on a CPU, by the compiled library (cpu_columns.cpp).
+
+This module is a `foveakv.core.fused_columns.Fused`.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import struct
 
 import torch
@@ -21,7 +25,7 @@ COLUMNS = struct.Struct("".join(_FIELDS.values()))
 
 
 def usable(tensor: Tensor) -> bool:
-    """Whether `add` can serve tensors like this one: only where the library is loaded already."""
+    """Whether `add` and `largest` can serve tensors like this one: only where the library is loaded already."""
     return KERNEL.loaded is not None and tensor.is_cpu and tensor.dtype != torch.float64
 
 
@@ -61,3 +65,21 @@ def add(scores: Tensor, stop: Tensor, seen: Tensor | None, sums: Tensor) -> None
     )  # fmt: skip
     if library.foveakv_add_columns(arguments):
         raise ValueError("the scores could not be summed: there is not enough memory")
+
+
+def largest(values: Tensor, k: int) -> Tensor:
+    """Sum the k largest numbers of each row, none below 0, over the rows of a head: [h, m, W] -> float64 [h].
+
+    ValueError: no contiguous float32 [h, m, W], or k below 1.
+    """
+    heads, rows, width = values.shape
+    library = KERNEL.loaded
+    if values.dtype != torch.float32 or not values.is_contiguous() or k < 1 or library is None:
+        raise ValueError(f"largest expects contiguous float32 [h, m, W] and k >= 1, got {tuple(values.shape)}, k = {k}")
+    sums = torch.empty(heads, dtype=torch.float64)
+    size = ctypes.c_int64
+    library.foveakv_largest(
+        ctypes.c_void_p(values.data_ptr()), size(heads), size(rows), size(width), size(k),
+        ctypes.c_void_p(sums.data_ptr()),
+    )  # fmt: skip
+    return sums

@@ -50,7 +50,7 @@ def prompt_scores(view: PrefillView, rows: Literal["all"] | int) -> Tensor:
 
 
 def _sums(view: PrefillView, rows: Tensor, valid: Tensor) -> Tensor:
-    return column_sums(view.query, view.keys, rows, valid, view.scaling, view.visible, add=view.add_columns)
+    return column_sums(view.query, view.keys, rows, valid, view.scaling, view.visible, fused=view.fused)
 
 
 def check_rows(name: str, rows: str | int) -> None:

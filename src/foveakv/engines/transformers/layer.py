@@ -203,7 +203,7 @@ class CompressedLayer(compat.CacheLayerMixin):
         prompt, positions, pruned = cache.columns(self.compressed_idx)
         view = PrefillView(
             *self._shared(query, scaling), keys, values, positions, prompt, visible_rows(mask, keys.shape[-2]), pruned,
-            add_columns=cpu_columns.add if cpu_columns.usable(keys) else None,
+            fused=cpu_columns if cpu_columns.usable(keys) else None,
         )  # fmt: skip
         if cache.method.observes.second_pass:
             if not wanted:
