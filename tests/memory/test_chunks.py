@@ -105,7 +105,7 @@ def test_relevance_in_blocks_equals_relevance_at_once(monkeypatch: pytest.Monkey
     layer = Layer(**RAGGED)
     query = layer.query(7)
     whole = layer.store.relevance(query, 0.25)
-    monkeypatch.setattr("foveakv.memory.chunks._SCORES_AT_ONCE", 90)
+    monkeypatch.setattr("foveakv.memory.digests._SCORES_AT_ONCE", 90)
     torch.testing.assert_close(layer.store.relevance(query, 0.25), whole)
 
 

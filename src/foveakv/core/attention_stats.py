@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from foveakv.core.fused_columns import Fused, fused_column_sums
 from foveakv.core.prompt import PromptMap
 from foveakv.core.row_tiles import TiledRows, Visible
 from foveakv.errors import InputError
@@ -86,10 +87,17 @@ def column_sums(
     scaling: float,
     visible: Visible | None = None,
     *,
+    fused: Fused | None = None,
     tile_bytes: int | None = None,
 ) -> Tensor:
-    """Compute the attention that each column receives, summed over the rows and the query group: [B, H, C]."""
-    return _column_sums(TiledRows.of(query, keys, rows, valid, scaling, visible, tile_bytes))[0]
+    """Compute the attention that each column receives, summed over the rows and the query group: [B, H, C].
+
+    fused: the engine's fused sums, for float32; None = tensor operations.
+    """
+    job = TiledRows.of(query, keys, rows, valid, scaling, visible, tile_bytes)
+    if fused is not None and job.dtype == torch.float32:
+        return fused_column_sums(job, fused)
+    return _column_sums(job)[0]
 
 
 @_full_precision
@@ -178,12 +186,13 @@ def topk_attention(
     visible: Visible | None,
     k: Tensor | Sequence[int] | int,
     *,
+    fused: Fused | None = None,
     tile_bytes: int | None = None,
 ) -> Tensor:
     """Compute the mean over rows of the sum of the k largest probabilities: [B, H], between 0 and 1 (HybridKV, Eq. 3).
 
-    k: one number, or one for each sequence. The score of a KV head is the mean over its query heads (not stated in the
-    paper). A sequence without rows that count scores 0.
+    k: one number, or one for each sequence. fused: as in `column_sums`. The score of a KV head is the mean over its
+    query heads (not stated in the paper). A sequence without rows that count scores 0.
 
     Raises:
         InputError: k is below 1, or the shapes do not match.
@@ -200,7 +209,10 @@ def topk_attention(
         counts += tile.counted.sum(1)
         for b, h, probs in tile.parts():
             for i, sequence in enumerate(range(b.start, b.stop)):
-                attention_sum[sequence, h] += _largest(probs[i], per_sequence[sequence]).sum((1, 2, 3))
+                if fused is not None and job.dtype == torch.float32:
+                    attention_sum[sequence, h] += fused.largest(probs[i].flatten(1, 2), per_sequence[sequence])
+                else:
+                    attention_sum[sequence, h] += _largest(probs[i], per_sequence[sequence]).sum((1, 2, 3))
     return attention_sum / (counts.clamp_min(1) * job.group)[:, None]
 
 

@@ -30,7 +30,8 @@ import torch
 
 from foveakv.util.cache_folder import cache_folder
 
-SOURCE = Path(__file__).with_name("cpu_decode.cpp")
+SOURCES = tuple(Path(__file__).with_name(f"cpu_{name}.cpp") for name in ("decode", "columns", "chunks"))
+HEADERS = (Path(__file__).with_name("vectors.h"),)
 SWITCH = "FOVEAKV_KERNEL"
 FLAGS = ("-O2", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-Wall", "-Wextra")
 LINK_FLAGS = ("-shared", "-Wl,--no-as-needed")
@@ -108,7 +109,9 @@ def build(where: Path | None = None, *, force: bool = False) -> Path:
 def load(path: Path) -> ctypes.CDLL:
     """Load a built library. BuildError: it cannot be loaded."""
     try:
-        return ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(path))
+        library.foveakv_choose.restype = ctypes.c_int64
+        return library
     except OSError as error:
         raise BuildError(f"cannot load {path}: {error}") from error
 
@@ -188,7 +191,8 @@ def _flags(kind: str) -> list[str]:
 
 def _stem(kind: str) -> str:
     """A file name made of everything that the library depends on; the digest of its own content follows."""
-    made_of = [SOURCE.read_text(encoding="utf8"), torch.__version__, platform.machine(), *_flags(kind), *LINK_FLAGS]
+    texts = [path.read_text(encoding="utf8") for path in (*SOURCES, *HEADERS)]
+    made_of = [*texts, torch.__version__, platform.machine(), *_flags(kind), *LINK_FLAGS]
     return f"cpu-{kind.lower()}-{_digest(chr(0).join(made_of).encode())}"
 
 
@@ -213,10 +217,11 @@ def _compile(compiler: list[str], target: Path) -> Path:
     started = time.perf_counter()
     home = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory(prefix=".build-", dir=target) as work:
-        compiled, linked = Path(work) / "kernel.o", Path(work) / "kernel.so"
+        linked, compiled = Path(work) / "kernel.so", [str(Path(work) / f"{source.stem}.o") for source in SOURCES]
         include = ["-isystem", str(home / "include")]  # torch's headers are not checked for warnings
-        _run([*compiler, *_flags(kind), *include, "-c", str(SOURCE), "-o", str(compiled)])
-        _run([*compiler, *LINK_FLAGS, str(compiled), f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10", "-o", str(linked)])
+        for source, made in zip(SOURCES, compiled, strict=True):
+            _run([*compiler, *_flags(kind), *include, "-c", str(source), "-o", made])
+        _run([*compiler, *LINK_FLAGS, *compiled, f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10", "-o", str(linked)])
         load(linked)  # before anybody relies on it
         path = target / f"{_stem(kind)}-{_digest(linked.read_bytes())}.so"
         linked.replace(path)

@@ -19,12 +19,11 @@ from torch import Tensor
 
 from foveakv.core.columns import real_first
 from foveakv.memory.chunk_files import ChunkWriter, Place, Staging
-from foveakv.memory.digests import DigestDtype, Digests, Summary, summarised, widened_query
+from foveakv.memory.digests import ChunkKernel, DigestDtype, Digests, Summary, summarised
 from foveakv.memory.pages import Pages
 from foveakv.memory.segments import Segments
 
 _ROWS = ("_first", "_count", "_sequence", "_digest", "_run", "_offset", "_slots", "_table", "_resident")  # all [n, ...]
-_SCORES_AT_ONCE = 1 << 24  # relevance of a long later turn is computed in blocks of this many scores
 
 
 class ChunkStore:
@@ -259,28 +258,18 @@ class ChunkStore:
                 self._table = self._table.clamp_max(longest - 1)
         self._describe()
 
-    def relevance(self, query: Tensor, scaling: float) -> Tensor:
+    def relevance(self, query: Tensor, scaling: float, kernel: ChunkKernel | None = None) -> Tensor:
         """Relevance of every chunk to a step's queries: log of max over queries of softmax over chunks of q . digest.
 
         query [B, Hq, q, D]; returns [n, P], -inf beyond a row's chunks. The maximum runs over the query group and over
-        all q new tokens.
+        all q new tokens. kernel: does the same in one pass, where it can.
         """
         batch, _, _, dim = query.shape
         grouped = query.detach().reshape(batch * self.kv_heads, -1, dim).index_select(0, self._run)  # [n, G * q, D]
-        heads = None if self._straight else self._digest
-        longest = self.digests.shape[-1]
-        block = max(1, _SCORES_AT_ONCE // max(1, len(grouped) * longest))
-        best: Tensor | None = None
-        for part in grouped.split(block, dim=1):
-            scores = self._digests.scores(widened_query(part * scaling, self.summary), heads)  # [n, block, P]
-            if not self._equal:
-                beyond = torch.arange(longest, device=self.device) >= self._count[:, None]
-                scores = scores.masked_fill_(beyond[:, None], -torch.inf)
-            top = scores.log_softmax(-1).amax(1)
-            best = top if best is None else torch.maximum(best, top)
-        if best is None:
-            raise ValueError("relevance needs at least one query")
-        return best
+        given = grouped * scaling, self._digest, self._count, self.summary
+        if kernel is not None and (found := kernel.relevance(self._digests, *given)) is not None:
+            return found
+        return self._digests.relevance(*given, straight=self._straight, equal=self._equal)
 
     def _choose(self, relevance: Tensor) -> tuple[Tensor, Tensor | None]:
         """The most relevant chunks of every row, [n, K] (entries beyond its share come last), and which count."""
@@ -310,13 +299,21 @@ class ChunkStore:
             self._load(segments, row, number, slot)
         return self._asked, self._asked - len(row) * self.chunk
 
-    def pick(self, relevance: Tensor) -> tuple[int, int]:
+    def pick(self, relevance: Tensor, kernel: ChunkKernel | None = None) -> tuple[int, int]:
         """Choose every row's most relevant chunks for `pages`, by relevance [n, P]; copies nothing.
+
+        kernel: does the same in one pass, where it can; of equally relevant chunks it then chooses the lower ones.
 
         Returns (slots requested, slots of these that were also chosen in the previous step).
         """
         if not self.choosing:
             return 0, 0
+        if kernel is not None:
+            table = torch.empty_like(self._table)  # the previous one may be in use
+            count = kernel.choose(relevance, self._count, self._slots, self._resident, table)
+            if count is not None:
+                self._table = table
+                return self._asked, count * self.chunk
         top, usable = self._choose(relevance)
         stayed = self._resident.gather(1, top)
         if usable is None:

@@ -12,13 +12,14 @@ are not needed again.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 DigestDtype = Literal["model", "bf16", "int8", "int4"]
 Summary = Literal["mean", "bounds"]
+_SCORES_AT_ONCE = 1 << 24  # relevance of a long later turn is computed in blocks of this many scores
 _LEVELS = {"int8": 127, "int4": 7}  # from -127 to 127, from -7 to 7
 _AT_ONCE = 1 << 19  # numbers of fewer bits that are widened at once: they should stay in a cache, in few calls
 
@@ -98,6 +99,38 @@ class Digests:
             block = _unpacked(data[..., part], self.length) if self.kind == "int4" else data[..., part]
             torch.bmm(query, block.to(wide), out=found[..., part])
         return found
+
+    def relevance(
+        self, query: Tensor, heads: Tensor, count: Tensor, summary: Summary, *, straight: bool, equal: bool
+    ) -> Tensor:
+        """Log of the largest softmax over the chunks of a row, of all its queries: [n, P], -inf beyond count [n].
+
+        query: [n, r, D], scaled. heads: int64 [n]. straight: row i reads head i. equal: all rows have P chunks.
+        """
+        longest = self.data.shape[-1]
+        beyond = None if equal else (torch.arange(longest, device=query.device) >= count[:, None])[:, None]
+        best: Tensor | None = None
+        for part in query.split(max(1, _SCORES_AT_ONCE // max(1, len(query) * longest)), dim=1):
+            scores = self.scores(widened_query(part, summary), None if straight else heads)  # [n, block, P]
+            if beyond is not None:
+                scores = scores.masked_fill_(beyond, -torch.inf)
+            top = scores.log_softmax(-1).amax(1)
+            best = top if best is None else torch.maximum(best, top)
+        if best is None or not query.shape[1]:
+            raise ValueError("relevance needs at least one query")
+        return best
+
+
+class ChunkKernel(Protocol):
+    """A faster form of two steps of a store, see `foveakv.kernels.cpu_chunks`. None: it does not serve this case."""
+
+    def relevance(
+        self, digests: Digests, query: Tensor, heads: Tensor, count: Tensor, summary: Summary
+    ) -> Tensor | None:
+        """See `Digests.relevance`."""
+
+    def choose(self, relevance: Tensor, count: Tensor, share: Tensor, resident: Tensor, table: Tensor) -> int | None:
+        """Choose chunks, in place in `resident` and `table`; return how many of them were resident."""
 
 
 def _packed(whole: Tensor) -> Tensor:

@@ -203,7 +203,8 @@ class HybridKV(Presets, Method):
         prompt = view.prompt
         state: HybridKVState = view.state
         rows, valid = state.rows
-        scores = topk_attention(view.query, view.keys, rows, valid, view.scaling, view.visible, state.k)  # [B, H]
+        given = view.query, view.keys, rows, valid, view.scaling, view.visible
+        scores = topk_attention(*given, state.k, fused=view.fused)  # [B, H]
         static = torch.ones_like(scores, dtype=torch.bool) if self._late else self._by_theta(state, view, scores)
         state.scores.append(scores)
         state.static.append(static)

@@ -61,7 +61,7 @@ def _all_or_sampled(view: PrefillView, rows: Literal["all"] | int) -> Tensor:
 
 
 def _sums(view: PrefillView, rows: Tensor, valid: Tensor) -> Tensor:
-    return column_sums(view.query, view.keys, rows, valid, view.scaling, view.visible)
+    return column_sums(view.query, view.keys, rows, valid, view.scaling, view.visible, fused=view.fused)
 
 
 def check_rows(name: str, rows: str | int) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from foveakv.core.budget import Geometry, parse_budget
+from foveakv.core.fused_columns import Fused
 from foveakv.core.prompt import PromptMap
 from foveakv.methods.slots import Chunks as Chunks
 from foveakv.methods.slots import Slots as Slots
@@ -180,7 +181,7 @@ class PrefillView(LayerView):
     the last chunk of a chunked prefill if `needs_queries` is False. `visible` returns the attention mask of some query
     rows (columns int64 [B, n] -> bool [B, 1, n, C]); None means plain causal attention without padding. `pruned`:
     whether tokens were pruned from the residual stream before this layer, so that C may be smaller than the prompt.
-    `repeated`: the second pass, for methods that observe one.
+    `repeated`: the second pass, for methods that observe one. `fused`: for `foveakv.core.attention_stats`.
     """
 
     keys: Tensor
@@ -190,6 +191,7 @@ class PrefillView(LayerView):
     visible: Callable[[Tensor], Tensor] | None
     pruned: bool = False
     repeated: Repeated | None = None
+    fused: Fused | None = None
 
 
 @dataclass

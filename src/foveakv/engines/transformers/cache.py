@@ -373,8 +373,7 @@ class CompressedCache(compat.Cache):
         self.stream = Stream.of(keep)
 
     def end_layer(self, layer: CompressedLayer) -> None:
-        """Finish the prefill of one layer; after the last one, carry out `after_prefill`."""
-        self.note_peak()
+        """Finish the prefill of one layer, which has noted the peak; after the last one, carry out `after_prefill`."""
         if layer.compressed_idx < len(self.compressed) - 1:
             return
         taken = self.method.after_prefill(PromptEndView(self.request, self.state))

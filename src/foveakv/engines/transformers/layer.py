@@ -18,7 +18,8 @@ from foveakv.engines.transformers.masks import Mask, stored_mask, visible_rows
 from foveakv.engines.transformers.second_pass import attend_twice
 from foveakv.engines.transformers.slots import StoredChunks, StoredSlots
 from foveakv.errors import CacheInUseError, UnsupportedModeError
-from foveakv.kernels import decode_attention
+from foveakv.kernels import cpu_columns, decode_attention
+from foveakv.kernels.cpu_chunks import chunk_kernel
 from foveakv.kernels.paged import attend_with_pages
 from foveakv.memory.chunks import ChunkStore
 from foveakv.memory.pages import Pages
@@ -201,8 +202,9 @@ class CompressedLayer(compat.CacheLayerMixin):
         keys, values = (t.detach() for t in self._dense or ())
         prompt, positions, pruned = cache.columns(self.compressed_idx)
         view = PrefillView(
-            *self._shared(query, scaling), keys, values, positions, prompt, visible_rows(mask, keys.shape[-2]), pruned
-        )
+            *self._shared(query, scaling), keys, values, positions, prompt, visible_rows(mask, keys.shape[-2]), pruned,
+            fused=cpu_columns if cpu_columns.usable(keys) else None,
+        )  # fmt: skip
         if cache.method.observes.second_pass:
             if not wanted:
                 view.query = query[..., :0, :]
@@ -311,7 +313,7 @@ class CompressedLayer(compat.CacheLayerMixin):
         relevance = method.read(ReadView(*self._shared(query, scaling), StoredChunks(store), self.seen))
         check_relevance(method.name, relevance, store)
         if store.in_place:
-            asked, hits = store.pick(relevance)
+            asked, hits = store.pick(relevance, chunk_kernel(query.device))
         else:
             asked, hits = store.fetch(self._stored, relevance)
         self.counts.retrieved += asked

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from foveakv.kernels import cpu_scores
+from foveakv.kernels.cpu_chunks import chunk_kernel
 from foveakv.memory.chunks import ChunkStore
 from foveakv.memory.segments import Segments
 
@@ -112,4 +113,4 @@ class StoredChunks:
 
     def relevance(self, query: Tensor, scaling: float) -> Tensor:
         """See `foveakv.methods.views.Chunks.relevance`."""
-        return self._store.relevance(query, scaling)
+        return self._store.relevance(query, scaling, chunk_kernel(query.device))
