@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from foveakv.analysis.deciding import deciding, seeing_rows
+from foveakv.analysis.deciding import deciding
 from foveakv.analysis.sparsity import overlap, sparsity, would_evict
+from foveakv.core.attention_stats import seeing_rows
 from foveakv.errors import MethodError, NoVisualTokensError
 from foveakv.methods.hae import HAE
 

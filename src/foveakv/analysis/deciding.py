@@ -15,14 +15,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from foveakv.core.row_tiles import Visible
 from foveakv.core.selection import keep_top
 
 Rows = Literal["sum", "mean"]
 ROWS: tuple[Rows, ...] = ("sum", "mean")
 """How a column's attention is combined over text rows: a_j of HAE's Eq. 1, or a_j divided by the rows that see j."""
-
-_BLOCK = 256  # rows whose mask is read at once
 
 
 @dataclass(frozen=True)
@@ -70,17 +67,3 @@ def mean_of(found: Sequence[Deciding]) -> Deciding:
     best, lost = (torch.tensor([getattr(each, key) for each in found]).double().mean(0) for key in ("best", "lost"))
     kept = sum(each.kept for each in found) / len(found)
     return Deciding(found[0].rows, kept, best.tolist(), lost.tolist(), [])
-
-
-def seeing_rows(rows: Tensor, valid: Tensor, columns: int, visible: Visible | None) -> Tensor:
-    """Count the rows that can see each column: int64 [B, C].
-
-    rows, valid: int64 and bool [B, n], the rows and which of them count. columns: C. visible: see
-    `core.attention_stats`; masks of at most 256 rows are held at once.
-    """
-    counts = torch.zeros(rows.shape[0], columns, dtype=torch.int64, device=rows.device)
-    if visible is None:  # row i sees column j iff j <= i
-        return counts.scatter_add_(1, rows, valid.long()).flip(1).cumsum(1).flip(1)
-    for block, counted in zip(rows.split(_BLOCK, 1), valid.split(_BLOCK, 1), strict=True):
-        counts += (visible(block)[:, 0] & counted[..., None]).sum(1)
-    return counts

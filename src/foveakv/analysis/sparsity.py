@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from foveakv.analysis.deciding import ROWS, Deciding, deciding, mean_of, seeing_rows
+from foveakv.analysis.deciding import ROWS, Deciding, deciding, mean_of
 from foveakv.analysis.passes import Progress, Prompts, check, run
 from foveakv.core import attention_stats as scores
 from foveakv.core.prompt import PromptMap
@@ -216,7 +216,7 @@ class SparsityProbe(Method):
         own_rule = self.rules.redundant(stats.sums, stats.maxima, stats.variance, visual)
         if view.compressed_idx == 0:
             state.evicted = own_rule
-            state.seeing = seeing_rows(rows, valid, visual.shape[1], view.visible).cpu()
+            state.seeing = scores.seeing_rows(rows, valid, visual.shape[1], view.visible).cpu()
         evicted: Tensor = state.evicted
         sparse = scores.sparsity(*given, (visual, text, view.prompt.real), threshold=THRESHOLD, per=self.per)
         total = stats.sums.masked_fill(~visual, 0).sum(-1)

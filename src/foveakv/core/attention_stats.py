@@ -27,6 +27,7 @@ from foveakv.errors import InputError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_MASKED_ROWS = 256
 
 
 class HeadMeanStats(NamedTuple):
@@ -290,6 +291,20 @@ def text_rows(prompt: PromptMap, after_first_visual: bool = True, max_rows: int 
     for b, p in enumerate(picked):
         rows[b, : len(p)], valid[b, : len(p)] = p, True
     return rows, valid
+
+
+def seeing_rows(rows: Tensor, valid: Tensor, columns: int, visible: Visible | None) -> Tensor:
+    """Count the rows that can see each column: int64 [B, C].
+
+    rows, valid: int64 and bool [B, n], the rows and which of them count. columns: C. visible: see the
+    module; masks of at most 256 rows are held at once.
+    """
+    counts = torch.zeros(rows.shape[0], columns, dtype=torch.int64, device=rows.device)
+    if visible is None:  # row i sees column j iff j <= i
+        return counts.scatter_add_(1, rows, valid.long()).flip(1).cumsum(1).flip(1)
+    for block, counted in zip(rows.split(_MASKED_ROWS, 1), valid.split(_MASKED_ROWS, 1), strict=True):
+        counts += (visible(block)[:, 0] & counted[..., None]).sum(1)
+    return counts
 
 
 def _spread(columns: Tensor, limit: int | None) -> Tensor:

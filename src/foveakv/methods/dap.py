@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from foveakv.core import attention_stats as scores
+from foveakv.core.prompt import PromptMap
 from foveakv.core.selection import keep_top
 from foveakv.errors import MethodError
 from foveakv.methods import checks
@@ -21,7 +22,6 @@ from foveakv.methods.views import PrefillView
 
 R, RELATIVE_R = 0.0012, 0.7
 CRITERIA = ("dual", "variance", "dual+variance")
-_TILE = 2**25  # entries of the mask that are counted at once
 
 
 class TextStats(NamedTuple):
@@ -96,6 +96,21 @@ class DAP:
             gone = keep_top((-rank).masked_fill(~gone, -torch.inf), torch.full_like(count[:, 0], self.c))
         return gone
 
+    def beyond(self, stats: TextStats, visual: Tensor, most: Tensor) -> Tensor:
+        """Return all but the `most` [B] highest-ranked visual tokens: bool [B, C]. visual: bool [B, C]."""
+        rank = stats.variance if self.criterion == "variance" else stats.sums
+        return visual & ~keep_top(rank.masked_fill(~visual, -torch.inf), most)
+
+
+def room_for_visual(steady: Tensor, prompt: PromptMap) -> Tensor:
+    """Return how many visual tokens fit beside all other tokens: int64 [B], or all of them where fewer than a third of
+    the steady size would be left.
+
+    steady: int64 [B], tokens that DDES stores. Not in the paper, where DDES reduces nothing before the first step.
+    """
+    room = steady - (prompt.real & ~prompt.visual).sum(-1)
+    return torch.where(room * 3 >= steady, room, prompt.columns)
+
 
 def text_stats(view: PrefillView, rows: str, *, value_norm: bool = False) -> TextStats:
     """Compute the attention from text tokens to every column of a layer.
@@ -112,7 +127,7 @@ def text_stats(view: PrefillView, rows: str, *, value_norm: bool = False) -> Tex
         view.query, view.keys, index, valid, view.scaling, view.visible
     )
     if rows == "mean":
-        seeing = seeing_rows(view, index, valid).to(torch.float64).clamp_min(1)
+        seeing = scores.seeing_rows(index, valid, view.prompt.columns, view.visible).to(torch.float64).clamp_min(1)
         of_all = counts.to(torch.float64).clamp_min(1)[:, None]
         mean = sums.to(torch.float64) / seeing
         # Rows that cannot see a column count as 0 in the variance over all rows.
@@ -122,21 +137,6 @@ def text_stats(view: PrefillView, rows: str, *, value_norm: bool = False) -> Tex
     if value_norm:
         sums = sums * view.values.to(sums.dtype).norm(dim=-1).mean(1)
     return TextStats(sums, maxima, variance)
-
-
-def seeing_rows(view: PrefillView, index: Tensor, valid: Tensor) -> Tensor:
-    """Count the rows that can see each column: int64 [B, C]. index int64, valid bool [B, n]: see `text_rows`."""
-    batch, columns = view.prompt.real.shape
-    if view.visible is None:
-        marks = torch.zeros(batch, columns, dtype=torch.int64, device=index.device)
-        marks.scatter_add_(1, index, valid.long())
-        return marks.flip(1).cumsum(1).flip(1)
-    found = torch.zeros(batch, columns, dtype=torch.int64, device=index.device)
-    step = max(1, _TILE // (batch * columns))
-    for start in range(0, index.shape[1], step):
-        part = slice(start, start + step)
-        found += (view.visible(index[:, part])[:, 0] & valid[:, part, None]).sum(1)
-    return found
 
 
 def described(view: PrefillView, stats: TextStats) -> dict[str, Any]:

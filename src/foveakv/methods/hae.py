@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foveakv.errors import MethodError, NoVisualTokensError
 from foveakv.methods.base import Method, ModelFacts
-from foveakv.methods.dap import DAP, TextStats, described, text_stats
+from foveakv.methods.dap import DAP, TextStats, described, room_for_visual, text_stats
 from foveakv.methods.ddes import RecycleBin, check_room
 from foveakv.methods.hae_options import check_options, of_stages
 from foveakv.methods.hae_presets import PRESETS
@@ -38,7 +38,6 @@ from foveakv.methods.views import (
 )
 
 ALPHA = 0.001
-RECENT, RECENT_SHARE = 4, 4  # default `recent`: at most a quarter of l
 _ALL, _TEXT = Observes(queries="all", attention_sum=True), Observes(queries="text")
 
 
@@ -77,8 +76,11 @@ class HAE(Method):
             layers do not compute them (not stated in the paper).
         budget: steady size l: a share of the prompt, tokens per head, or bytes; None = the length of the prompt after
             DAP. Up to `recycle_bin_size` - 1 more tokens are stored before a flush.
-        compress_prompt: evict from a longer prompt, by its own scores, until l tokens are left (not stated in the
-            paper); False sets l to the length of such a prompt.
+        compress_prompt: evict from a longer prompt until l tokens are left (not stated in the paper); False sets l to
+            the length of such a prompt.
+        prompt_ranking: by which scores: "deciding" keeps all text and the visual tokens that the deciding layer ranks
+            highest, where text leaves a third of l to them, else as "own", by every layer's own scores of DDES (not in
+            the paper).
         recycle_bin_size: D.
         candidates: which tokens DDES may evict: "prompt" (those left after the prefill, S_1 of Eq. 4, while they last)
             or "all", decoded tokens included.
@@ -122,6 +124,7 @@ class HAE(Method):
     recent: int | None = None
     sink: int = 0
     compress_prompt: bool = True
+    prompt_ranking: Literal["deciding", "own"] = "deciding"
     per_head_scores: bool = False
     prefill_rows: Literal["all"] | int = "all"
     statistics: bool = False
@@ -262,12 +265,11 @@ class HAE(Method):
         state, idx, layers = view.state, view.compressed_idx, self._layers
         if self.scores == "shared" and idx in layers:
             state.add_shared_sums(self._prompt_scores(view))
-        visual = view.prompt.visual
         early = self._scores_early(idx)
         if not self.dap or not (early or idx in layers) or not view.request.prompt.has_visual:
             return None
         stats = text_stats(view, self.rows, value_norm=self.value_norm)
-        found = self._rules.redundant(stats, visual) if early else None
+        found = self._redundant(view, stats) if early else None
         if idx in layers:
             state.add_stats(stats)
         if idx != layers[-1]:
@@ -276,7 +278,17 @@ class HAE(Method):
         state.stats = []
         if self.statistics:
             state.figures |= described(view, stats)
-        return self._rules.redundant(mean, visual)
+        return self._redundant(view, mean)
+
+    def _redundant(self, view: PrefillView, stats: TextStats) -> Tensor:
+        """Return the visual tokens that DAP evicts, and those that do not fit into the budget: bool [B, C]."""
+        visual = view.prompt.visual
+        gone = self._rules.redundant(stats, visual)
+        fits = self.prompt_ranking == "deciding" and self.compress_prompt and self.target_visual_tokens is None
+        if not (fits and self.ddes and self.budget is not None):
+            return gone
+        room = room_for_visual(view.budget_tokens(self.budget, steady=True), view.prompt)
+        return gone | self._rules.beyond(stats, visual & ~gone, room)
 
     def redundant(self, sums: Tensor, maxima: Tensor, variance: Tensor, visual: Tensor) -> Tensor:
         """Return the visual tokens that DAP evicts: bool [B, C].
@@ -357,18 +369,8 @@ class HAE(Method):
         """Return the sizes of DDES where a layer keeps columns [B, C]; None without DDES."""
         if not self.ddes:
             return None
-        lengths = keep.sum(-1).cpu()
-        steady = lengths
-        if self.budget is not None:
-            steady = view.budget_tokens(self.budget, steady=True).cpu()
-            if not self.compress_prompt:
-                steady = torch.maximum(steady, lengths)
-        steady = steady.clamp_min(max(self.sink + (self.recent or 0), 1))
-        if self.recent is None:
-            recent = ((steady - self.sink) // RECENT_SHARE).clamp_max(RECENT)
-        else:
-            recent = torch.full_like(steady, self.recent)
-        return Sizes.of(lengths, steady, recent)
+        steady = None if self.budget is None else view.budget_tokens(self.budget, steady=True).cpu()
+        return Sizes.of(keep.sum(-1).cpu(), steady, self.recent, self.sink, shrink=self.compress_prompt)
 
     # ---- decoding, results
 

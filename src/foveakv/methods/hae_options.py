@@ -16,7 +16,7 @@ from foveakv.methods.score_layers import check_layers
 STAGES: dict[str, tuple[str, ...]] = {
     "dap": (
         "r", "relative", "c", "target_visual_tokens", "criterion", "drop_hidden_states", "statistics", "rows",
-        "early_layers",
+        "early_layers", "prompt_ranking",
     ),
     "ddes": ("budget", "candidates", "scores"),
 }  # fmt: skip
@@ -26,6 +26,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "early_layers": ("wait", "first", "own"),
     "candidates": ("all", "prompt"),
     "scores": ("own", "shared"),
+    "prompt_ranking": ("deciding", "own"),
 }
 
 

@@ -17,6 +17,7 @@ PAPER: dict[str, Any] = {
     "recent": 0,
     "sink": 0,
     "candidates": "prompt",
+    "prompt_ranking": "own",
     # Its prefill alone takes 0.21 s instead of 0.58 s, which evictions from the cache cannot do.
     "drop_hidden_states": True,
 }

@@ -13,6 +13,8 @@ from foveakv.methods.ddes import BinState
 from foveakv.methods.shared_bin import SharedState
 from foveakv.methods.views import State
 
+RECENT, RECENT_SHARE = 4, 4  # default `recent`: at most a quarter of l
+
 
 @dataclass
 class Sizes(State):
@@ -28,9 +30,19 @@ class Sizes(State):
     longer: bool
 
     @classmethod
-    def of(cls, lengths: Tensor, steady: Tensor, recent: Tensor) -> Sizes:
-        """Create them for prompts of `lengths` tokens after DAP."""
-        return cls(steady, recent, torch.minimum(lengths, steady), bool((lengths > steady).any()))
+    def of(cls, lengths: Tensor, budget: Tensor | None, recent: int | None, sink: int, *, shrink: bool) -> Sizes:
+        """Create them for prompts of `lengths` tokens after DAP.
+
+        budget: l; None = the lengths. recent: None = `RECENT`, at most a quarter of l. shrink: whether longer prompts
+        are reduced to l.
+        """
+        steady = lengths if budget is None else budget if shrink else torch.maximum(budget, lengths)
+        steady = steady.clamp_min(max(sink + (recent or 0), 1))
+        if recent is None:
+            newest = ((steady - sink) // RECENT_SHARE).clamp_max(RECENT)
+        else:
+            newest = torch.full_like(steady, recent)
+        return cls(steady, newest, torch.minimum(lengths, steady), bool((lengths > steady).any()))
 
 
 @dataclass
