@@ -19,7 +19,9 @@ from foveakv.methods.hybridkv import HybridKV
 FAMILY = "qwen2_5_vl"
 GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 # Random weights give scores of 0.7 to 0.8; a quantile makes half of the heads static.
-MIXED: dict[str, Any] = {"theta_quantile": 0.5, "budget": 0.5, "window": 6}
+MIXED: dict[str, Any] = {
+    "theta_quantile": 0.5, "budget": 0.5, "window": 6, "rho": 0.75, "chunk_size": 8, "digest_dtype": "model",
+}  # fmt: skip
 # "cpu" reads chunks in place, "blocks" copies them into slots of the segments; "auto" is one of the two.
 BACKENDS = ["blocks", pytest.param("cpu", marks=pytest.mark.skipif(cpu.problem() is not None, reason="no CPU kernel"))]
 needs_cpu = BACKENDS[1].marks[0]

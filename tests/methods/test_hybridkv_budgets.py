@@ -110,7 +110,7 @@ def test_digests_are_paid_from_the_budget(classify: str, digest_dtype: str) -> N
     used = {}
     for counted in (True, False):
         options = {**MIXED, "classify": classify, "budget": 0.5, "min_budget": 4, "count_digests": counted}
-        _, _, session = run(HybridKV(**options, digest_dtype=digest_dtype), prompt(), max_new_tokens=1)
+        _, _, session = run(HybridKV(**{**options, "digest_dtype": digest_dtype}), prompt(), max_new_tokens=1)
         cache = session.cache
         heads, context = cache.geometry.heads, int(cache.geometry.contexts[0])
         digests = cache.results.figures["digest_bytes"] / (2 * 16 * 4)  # in slots

@@ -88,14 +88,14 @@ def check_retrieved(method: Spy, cache: Any) -> None:
     ],
 )
 def test_dynamic_heads_retrieve_the_best_chunks(options: dict[str, Any], inputs: str, backend: str) -> None:
-    method = Spy(**options)
+    method = Spy(digest_dtype="model", **options)
     _, _, session = run(method, prompt() if inputs == "one" else batch().inputs, backend=backend)
     check_retrieved(method, session.cache)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_second_turn_retrieves_for_all_its_tokens(backend: str) -> None:
-    method = Spy(classify="all_dynamic", budget=0.5, window=4)
+    method = Spy(classify="all_dynamic", budget=0.5, window=4, chunk_size=8, digest_dtype="model")
     fresh = families.build(FAMILY)
     turn = families.first_turn(FAMILY, [families.row(FAMILY, images=3, text=20)])
     cache = foveakv.cache_for(fresh, method, trace=True, backend=backend)
