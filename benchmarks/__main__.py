@@ -198,7 +198,8 @@ def short(
 ) -> None:
     """A prompt of about 850 tokens: first token and time per token, relative to the plain model."""
     settings = {
-        "context": 300 if quick else 850,
+        "model": "tiny" if quick else "demo",
+        "context": 160 if quick else 850,
         "budget": budget,
         "methods": method or ["full", "hae", "hybridkv", "snapkv", "adakv", "h2o"],
         "tokens": tokens or (2 if quick else 24),

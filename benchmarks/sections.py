@@ -36,7 +36,8 @@ INTROS = {
         "is the range of the plain prefills of that run."
     ),
     "short": (
-        "The embedded model with a prompt of cards. Each cell is a time and, in brackets, its ratio to the plain model's."
+        "The embedded model with a prompt of cards. Each cell is a time and, in brackets, its ratio to the plain "
+        "model's."
     ),
     "memory": (
         "Storage bytes of one prompt; unused room, positions, side tensors and digests count as stored. If the "

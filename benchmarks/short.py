@@ -1,4 +1,4 @@
-"""A short prompt on the embedded model: time to the first token and per token, relative to the plain model, in turns."""
+"""A short prompt on the embedded model: time to the first token and per token, in turns with the plain model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 import foveakv
 from benchmarks.common import Recorder, clock, spread
-from benchmarks.decoders import card_inputs
+from benchmarks.generate import inputs_for, load
 from benchmarks.methods import at_budget
 from foveakv.engines.transformers import compat
 from foveakv.methods import Method
@@ -21,8 +21,8 @@ BY = ("context", "method")
 def run(recorder: Recorder) -> None:
     """Measure one row per method, and one for the plain model."""
     settings = recorder.settings
-    loaded = foveakv.load("demo", device="cpu")
-    inputs = card_inputs(loaded.processor, loaded.model, settings["context"])
+    model, processor = load(settings["model"], 2, torch.float32)
+    inputs = inputs_for(settings["model"], model, processor, settings["context"])
     length = int(inputs["input_ids"].shape[1])
     if recorder.has(context=length, method="plain"):
         return
@@ -31,12 +31,12 @@ def run(recorder: Recorder) -> None:
     for label, method in sides.items():
         if method is not None:
             recorder.method(label, method)
-        _once(loaded.model, inputs, method, 2)  # one-time work
+        _once(model, inputs, method, 2)  # one-time work
     first: dict[str, list[float]] = {label: [] for label in sides}
     token: dict[str, list[float]] = {label: [] for label in sides}
     for _ in range(settings["repeats"]):
         for label, method in sides.items():
-            start, steps = _once(loaded.model, inputs, method, settings["tokens"])
+            start, steps = _once(model, inputs, method, settings["tokens"])
             first[label].append(start)
             token[label].append(median(steps))
     recorder.add(
