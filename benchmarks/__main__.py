@@ -185,6 +185,31 @@ def prefill(
 
 
 @run.command()
+def short(
+    budget: Annotated[float, typer.Option(help="Share of the prompt.")] = 0.2,
+    method: Methods = None,
+    tokens: Annotated[int | None, typer.Option(help="New tokens.")] = None,
+    repeats: Repeats = None,
+    seed: Seed = common.SEED,
+    label: Label = "",
+    out: Out = common.RESULTS,
+    quick: Quick = False,
+    resume: Resume = False,
+) -> None:
+    """A prompt of about 850 tokens: first token and time per token, relative to the plain model."""
+    settings = {
+        "model": "tiny" if quick else "demo",
+        "context": 160 if quick else 850,
+        "budget": budget,
+        "methods": method or ["full", "hae", "hybridkv", "snapkv", "adakv", "h2o"],
+        "tokens": tokens or (2 if quick else 24),
+        "repeats": repeats or (1 if quick else 7),
+        "seed": seed,
+    }
+    _measure("short", settings, out=out, label=label, quick=quick, resume=resume)
+
+
+@run.command()
 def memory(
     geometry: Geometry = "qwen2.5-vl-7b",
     context: Contexts = None,

@@ -237,6 +237,18 @@ def _story(rows: Rows) -> str:
     return f"{intro}\n\n{table(head, lines)}"
 
 
+def _short(rows: Rows) -> str:
+    lines = [
+        [
+            row["method"],
+            f"{row['first_ms']['median']:,.0f} ms ({row['first_over_plain']:.2f})",
+            f"{row['token_ms']['median']:.1f} ms ({row['token_over_plain']:.2f})",
+        ]
+        for row in rows
+    ]
+    return f"{rows[0]['context']:,} tokens:\n\n{table(['method', 'first token', 'per token'], lines)}"
+
+
 def _prefill(rows: Rows) -> str:
     parts = []
     for part, context in _unique(rows, "part", "context"):
@@ -350,6 +362,7 @@ _TABLES: dict[str, Callable[[Rows], str]] = {
     "generate": _generate,
     "story": _story,
     "prefill": _prefill,
+    "short": _short,
     "memory": _memory,
     "append": _append,
     "kvpress": _kvpress,

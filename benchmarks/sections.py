@@ -7,6 +7,7 @@ TITLES = {
     "generate": "Whole models",
     "story": "HAE's story setting",
     "prefill": "Prefill",
+    "short": "Short prompts",
     "memory": "Memory",
     "append": "Appending",
     "kvpress": "Comparison with kvpress",
@@ -33,6 +34,10 @@ INTROS = {
         "Slices of a text decoder with random weights. `own work` is the library's time after each layer's "
         "attention as a share of a plain prefill, the less noisy figure; `whole` compares whole prefills; `drift` "
         "is the range of the plain prefills of that run."
+    ),
+    "short": (
+        "The embedded model with a prompt of cards. Each cell is a time and, in brackets, its ratio to the plain "
+        "model's."
     ),
     "memory": (
         "Storage bytes of one prompt; unused room, positions, side tensors and digests count as stored. If the "

@@ -21,6 +21,7 @@ QUICK = {
     "generate": ["--method", "full", "--method", "hae", "--method", "hybridkv"],
     "story": [],
     "prefill": ["--method", "hae", "--method", "hybridkv"],
+    "short": ["--method", "hae", "--method", "hybridkv"],
     "memory": [],
     "append": [],
     "scale": ["--method", "full", "--method", "hybridkv"],

@@ -32,7 +32,7 @@ def stored(model: Any, **options: Any) -> tuple[list[list[int]], list[int], list
 
 
 def test_the_deciding_layer_chooses_where_text_fits(model):
-    _, text, visual = stored(model, ddes=False, target_visual_tokens=1.0)
+    _, text, _ = stored(model, ddes=False, target_visual_tokens=1.0)
     room = len(text)  # half of the steady size
     kept, *_ = stored(model, budget=len(text) + room)
     assert all(layer == kept[0] for layer in kept)

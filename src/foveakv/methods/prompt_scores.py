@@ -22,7 +22,10 @@ def prompt_scores(view: PrefillView, rows: Literal["all"] | int, *, value_norm: 
     Args:
         view: the layer.
         rows: "all" sums over all queries. With a number of rows (not in the paper) the sums are estimated: a quarter of
-            them are the last rows; the others are evenly spaced and represent all earlier rows.
+            them are the last rows; the others are evenly spaced and represent all earlier rows. What a token gives
+            itself is missed for most rows: on the embedded model's prompts of cards, an eighth of the rows misjudges a
+            column by 19% of the mean sum, half of the rows by 5%; the tenth of the columns that scores best has 98%
+            and 99.9% of the sum of the true best tenth, on average over layers.
         value_norm: multiply by the norm of each value, as a multiple of its mean over the head (not in the paper).
 
     Returns:
