@@ -20,7 +20,7 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
     "h2o": {"heavy_ratio": (0.25, 0.5, 0.75, 0.9), "per_head_scores": (True, False)},
     "hae": {
         "recent": (None, 0, 8, 16), "recycle_bin_size": (8, 16, 64), "scores": ("own", "shared"),
-        "candidates": ("all", "prompt"), "value_norm": (False, True),
+        "candidates": ("all", "prompt"), "value_norm": (False, True), "prompt_ranking": ("deciding", "own"),
     },
     "hybridkv": {
         "window": ("auto", 4, 8, 16), "theta_quantile": (None, 0.5, 0.7, 0.8), "chunk_size": ("auto", 4, 8, 16),
