@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from foveakv.engines.transformers import compat, second_pass, token_pruning
+from foveakv.engines.transformers import compat, families, second_pass, token_pruning
 from foveakv.engines.transformers.attach import attachment_of, models_using
 from foveakv.engines.transformers.attachment import Attachment, lock
 from foveakv.engines.transformers.cache import CompressedCache
@@ -203,6 +203,7 @@ def fitted(model: compat.PreTrainedModel, method: Method) -> Method:
         MethodError: its settings do not suit the model.
         UnsupportedModelError: the model cannot do what the method needs.
     """
+    families.check_supported(model)  # its reason comes before what the facts lack
     method = method.for_model(facts_of(model))
     check_method(method)
     check_fits(model, method)
