@@ -103,13 +103,13 @@ class DAP:
 
 
 def room_for_visual(steady: Tensor, prompt: PromptMap) -> Tensor:
-    """Return how many visual tokens fit beside all other tokens: int64 [B], or all of them where fewer than a third of
-    the steady size would be left.
+    """Return how many visual tokens fit beside all other tokens: int64 [B], or all of them where less than two fifths
+    of the steady size would be left.
 
     steady: int64 [B], tokens that DDES stores. Not in the paper, where DDES reduces nothing before the first step.
     """
     room = steady - (prompt.real & ~prompt.visual).sum(-1)
-    return torch.where(room * 3 >= steady, room, prompt.columns)
+    return torch.where(room * 5 >= steady * 2, room, prompt.columns)
 
 
 def text_stats(view: PrefillView, rows: str, *, value_norm: bool = False) -> TextStats:
