@@ -79,8 +79,8 @@ class HAE(Method):
         compress_prompt: evict from a longer prompt until l tokens are left (not stated in the paper); False sets l to
             the length of such a prompt.
         prompt_ranking: by which scores: "deciding" keeps all text and the visual tokens that the deciding layer ranks
-            highest, where text leaves two fifths of l to them; else, and with "own", every layer ranks by its own scores
-            of DDES (not in the paper).
+            highest, where text leaves two fifths of l to them. Else, and with "own", every layer ranks all tokens by
+            its own scores of DDES (not in the paper).
         recycle_bin_size: D.
         candidates: which tokens DDES may evict: "prompt" (those left after the prefill, S_1 of Eq. 4, while they last)
             or "all", decoded tokens included.
