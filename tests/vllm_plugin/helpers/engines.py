@@ -3,17 +3,10 @@
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-for _name, _value in {
-    "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "OMP_NUM_THREADS": "1",
-}.items():  # fmt: skip
-    os.environ.setdefault(_name, _value)
 
 import numpy as np
 import tiny_checkpoints
@@ -101,3 +94,14 @@ def chosen(output: Any, n: int = 0) -> tuple[list[int], list[float]]:
     one = output.outputs[n]
     tokens = list(one.token_ids)
     return tokens, [step[token].logprob for token, step in zip(tokens, one.logprobs, strict=True)]
+
+
+def connector_of(llm: Any) -> Any:
+    """Return the plugin's connector in the scheduler."""
+    return scheduler_of(llm).connector
+
+
+def outcomes(outputs: list[Any]) -> list[Any]:
+    """Return what the worker did to each request of this engine, None where it did nothing."""
+    recent = {each.req_id.rsplit("-", 1)[0]: each for each in worker_side().recent}
+    return [recent.get(output.request_id) for output in outputs]

@@ -1,4 +1,4 @@
-"""Tiny vision-language checkpoints with random weights and a tokenizer trained offline, as folders that vLLM can load."""
+"""Tiny vision-language checkpoints with random weights and an own tokenizer, as folders that vLLM can load."""
 
 from __future__ import annotations
 
@@ -123,7 +123,8 @@ def _qwen2_5(path: Path) -> None:
     model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids))
     processor = Qwen2_5_VLProcessor(
         image_processor=Qwen2VLImageProcessor(min_pixels=4 * 28 * 28, max_pixels=256 * 28 * 28),
-        tokenizer=tokenizer, video_processor=Qwen2VLVideoProcessor(), chat_template=TEMPLATE.replace("IMAGE", QWEN_IMAGE),
+        tokenizer=tokenizer, video_processor=Qwen2VLVideoProcessor(),
+        chat_template=TEMPLATE.replace("IMAGE", QWEN_IMAGE),
     )  # fmt: skip
     _save(model, processor, path, ends["eos_token_id"])
 

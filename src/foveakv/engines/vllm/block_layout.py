@@ -1,9 +1,9 @@
 """Which slots of which blocks hold the stored tokens of a request: pure functions.
 
 vLLM gives a request a table of blocks, and token t of the context the slot t % size of entry t // size. After E tokens
-have been evicted, the plugin stores the others, in order, in slots 0, 1, ... of the table's remaining entries. New tokens
-follow, so token t of the context is stored as number t - E. Entries that are left over are freed: E // size of them,
-the most that leaves room for every later token, since vLLM adds an entry for every `size` tokens of the context.
+have been evicted, the plugin stores the others, in order, in slots 0, 1, ... of the table's remaining entries. New
+tokens follow, so token t of the context is stored as number t - E. Entries that are left over are freed: E // size of
+them, the most that leaves room for every later token, since vLLM adds an entry for every `size` tokens of the context.
 """
 
 from __future__ import annotations

@@ -109,6 +109,10 @@ class FoveaKVConnector(KVConnectorBase_V1):
         results.failed_recving.update(self._failing)
         return results
 
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """End requests whose method failed in the step before: vLLM ends those whose blocks are invalid."""
+        return set() if self.worker is None else self.worker.failing_blocks
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is loaded."""
 

@@ -19,7 +19,7 @@ from foveakv.errors import UnsupportedModeError
 
 
 class CPUStore:
-    """See `stored.PagedStore`. A layer's cache is [blocks, H, size, 2 * D]: first the keys of a block, then its values."""
+    """See `stored.PagedStore`. A layer's cache is [blocks, H, size, 2 * D]: a block's keys, then its values."""
 
     def __init__(self, layers: Mapping[str, Any], caches: Mapping[str, Tensor], size: int) -> None:
         """Take over the caches of all layers.

@@ -26,6 +26,9 @@ def read_prompt(method: Method, prompt: PromptMap, sizes: Geometry) -> Reading:
     )
     view = PromptView(prompt, geometry, tuple(range(sizes.layers)), sizes.layers)
     state = method.begin(view)
+    budget = getattr(method, "budget", None)
+    if budget is not None:
+        view.budget_tokens(budget)
     rows = prompt.text[0] if method.observes.queries == "text" else torch.ones(prompt.columns, dtype=torch.bool)
     return Reading(method, view, rows, state)
 
@@ -58,27 +61,18 @@ def decide(reading: Reading, store: PagedStore, blocks: Tensor, scaling: float, 
             query = keys.new_zeros(0, keys.shape[1], keys.shape[2])
         if method.needs_queries(idx):
             query, keys, values = (ranks.gather_heads(each) for each in (query, keys, values))
-        decision = method.prefill(
-            PrefillView(
-                idx,
-                idx,
-                _heads_first(query),
-                scaling,
-                view,
-                reading.state,
-                _heads_first(keys),
-                _heads_first(values),
-                positions,
-                view.prompt,
-                None,
-            )  # fmt: skip
-        )
+        layer = PrefillView(
+            idx, idx, _heads_first(query), scaling, view, reading.state,
+            _heads_first(keys), _heads_first(values), positions, view.prompt, None,
+        )  # fmt: skip
+        decision = method.prefill(layer)
         kept.append(_keep(method, decision, tokens))
         if decision is not None and decision.earlier is not None:
             kept[:idx] = _earlier(method, decision, kept[:idx], tokens)
     if "after_prefill" in method.decides:
-        later = method.after_prefill(PromptEndView(view, reading.state)) or [None] * layers
-        kept = [_both(first, _keep(method, each, tokens)) for first, each in zip(kept, later, strict=True)]
+        later = method.after_prefill(PromptEndView(view, reading.state))
+        if later is not None:
+            kept = [_both(first, _keep(method, each, tokens)) for first, each in zip(kept, later, strict=True)]
     return _same(method, kept, tokens)
 
 

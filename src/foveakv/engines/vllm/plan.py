@@ -29,8 +29,8 @@ class Begin:
 class Chunk:
     """The tokens [start, stop) of a request, of which some belong to the prompt.
 
-    prompt: number of prompt tokens, C; `stop` exceeds it if a preempted request is recomputed. blocks: ids of the blocks
-    that hold tokens [0, stop). epoch: counts the times the request has been started, the first included.
+    prompt: number of prompt tokens, C; `stop` exceeds it if a preempted request is recomputed. blocks: ids of the
+    blocks that hold tokens [0, stop). epoch: counts the times the request has been started, the first included.
     """
 
     req_id: str

@@ -7,7 +7,7 @@ from typing import Any
 
 from foveakv.core.budget import Geometry
 from foveakv.engines.vllm.private import hybrid_specs
-from foveakv.errors import UnsupportedModelError, UnsupportedModeError
+from foveakv.errors import UnsupportedModeError, UnsupportedModelError
 
 
 def check_config(config: Any, kv_cache_config: Any) -> None:

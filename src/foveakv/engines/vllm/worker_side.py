@@ -51,7 +51,8 @@ class WorkerSide:
         self._compressed: dict[str, Compressed] = {}
         self._by_block: dict[int, Compressed] = {}
         self._chunks: dict[int, Chunk] = {}
-        self._broken: set[str] = set()
+        self._failing: dict[str, int] = {}
+        self._broken: dict[str, int] = {}
 
     # ---- one step
 
@@ -61,6 +62,7 @@ class WorkerSide:
             self._forget(req_id)
         for req_id in plan.preempted:
             self._detach(req_id)
+        self._failing, self._broken = self._broken, {}
         for each in plan.begin:
             self._detach(each.req_id)
             if each.req_id not in self._compressed:
@@ -112,10 +114,10 @@ class WorkerSide:
         self._chunks = {}
         return [each for each in done if each is not None]
 
-    def take_broken(self) -> set[str]:
-        """Return the requests whose method failed since the last call; they must be ended."""
-        broken, self._broken = self._broken, set()
-        return broken
+    @property
+    def failing_blocks(self) -> set[int]:
+        """The first blocks of requests whose method failed in the step before, and which must be ended."""
+        return set(self._failing.values())
 
     # ---- storing
 
@@ -146,7 +148,7 @@ class WorkerSide:
                 keep = decide(reading, self.store, blocks, self._scaling, self._ranks)
             except Exception:
                 _log.exception("FoveaKV: the method failed; request %s ends with an error", chunk.req_id)
-                self._broken.add(chunk.req_id)
+                self._broken[chunk.req_id] = chunk.blocks[0]
                 return None
             known = Compressed(chunk.req_id, keep.nonzero().flatten(), chunk.prompt)
             self._compressed[chunk.req_id] = known
@@ -162,6 +164,7 @@ class WorkerSide:
     def _detach(self, req_id: str) -> None:
         """A request has lost its blocks. What was decided about its prompt stays valid."""
         self._reading.pop(req_id, None)
+        self._broken.pop(req_id, None)
         known = self._compressed.get(req_id)
         if known is not None and known.first_block is not None:
             self._by_block.pop(known.first_block, None)
