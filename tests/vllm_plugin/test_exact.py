@@ -1,4 +1,4 @@
-"""Tokens and log-probabilities of compressed requests equal transformers with the same tokens dropped from its cache."""
+"""Tokens and log-probabilities of compressed requests equal transformers with the same tokens dropped."""
 
 from __future__ import annotations
 
@@ -83,9 +83,7 @@ def test_prompt_maps_are_those_of_transformers(checkpoints: Path) -> None:
             engines.generate(llm, prompts, 1)
         for prompt, found in zip(prompts, maps, strict=True):
             inputs = reference.inputs(prompt)
-            ids = inputs["input_ids"]
-            expected = PromptMap.from_inputs(
-                reference.model.config, ids, mm_token_type_ids=inputs.get("mm_token_type_ids")
-            )
+            types = inputs.get("mm_token_type_ids")
+            expected = PromptMap.from_inputs(reference.model.config, inputs["input_ids"], mm_token_type_ids=types)
             assert found.kinds.equal(expected.kinds)
             assert found.index.equal(expected.index)

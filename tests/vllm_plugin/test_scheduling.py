@@ -156,9 +156,8 @@ def test_several_answers_and_refused_requests(path: Path, reference: Reference) 
         for n in range(3):
             tokens, chosen = engines.chosen(output, n)
             expected = reference.log_probabilities(prompt, kept, tokens)
-            assert [float(row[token]) for row, token in zip(expected, tokens, strict=True)] == pytest.approx(
-                chosen, abs=1e-4
-            )
+            found = [float(row[token]) for row, token in zip(expected, tokens, strict=True)]
+            assert found == pytest.approx(chosen, abs=1e-4)
         # One request of the three asks for something that vLLM cannot do: it ends with an error, the others run.
         from vllm import SamplingParams
 

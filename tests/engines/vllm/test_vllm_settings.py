@@ -65,9 +65,10 @@ def test_requests_may_choose() -> None:
     assert settings.of_request({"foveakv": '{"method": "random"}'}).method == "random"
 
 
-@pytest.mark.parametrize(
-    "given", ["of", "{", 3, {"method": "hybridkv"}, {"methods": "random"}, {**HAE, "per_request": 1}]
-)
+WRONG = ["of", "{", 3, {"method": "hybridkv"}, {"methods": "random"}, {**HAE, "per_request": 1}]
+
+
+@pytest.mark.parametrize("given", WRONG)
 def test_invalid_choices_of_requests_are_refused(given: Any) -> None:
     with pytest.raises(MethodError):
         parse(HAE).of_request({"foveakv": given})

@@ -33,11 +33,11 @@ class Reference:
         """
         inputs = self.inputs(prompt)
         length = inputs["input_ids"].shape[1]
+        if hasattr(getattr(self.model, "model", None), "rope_deltas"):
+            self.model.model.rope_deltas = None  # of an earlier prompt
         cache = DynamicCache(config=self.model.config.get_text_config())
         output = self.model(**inputs, past_key_values=cache, use_cache=True)
         delta = getattr(getattr(self.model, "model", None), "rope_deltas", None)
-        if len(inputs) == 2:  # a text prompt: what the model holds is of an earlier one
-            delta = None
         if kept is not None:
             index = torch.tensor(kept)
             for layer in cache.layers:
