@@ -166,6 +166,5 @@ def test_several_answers_and_refused_requests(path: Path, reference: Reference) 
         outputs = llm.generate([prompt] * 3, params, use_tqdm=False)
         assert [each.outputs[0].finish_reason for each in outputs] == ["length", "error", "length"]
         assert [len(each.outputs[0].token_ids) for each in outputs] == [4, 0, 4]
-        assert "one set of tokens" in outputs[1].kv_transfer_params["foveakv"]["error"]
         assert outputs[2].kv_transfer_params["foveakv"]["method"] == "random"
         assert engines.scheduler_of(llm).kv_cache_manager.block_pool.get_num_free_blocks() == 8191

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
-    CLIPImageProcessor,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    LlavaProcessor,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -27,9 +21,11 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
+from foveakv.engines.vllm import tiny_llava
+
 SPECIAL = [
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
-    "<|image_pad|>", "<|video_pad|>", "<image>", "<pad>",
+    "<|image_pad|>", "<|video_pad|>",
 ]  # fmt: skip
 CORPUS = [
     "a photo of a cat on a mat. what is in the image? describe both images, and compare them in one sentence."
@@ -39,7 +35,7 @@ TEMPLATE = (
     "{% for c in m['content'] %}{% if 'image' in c['type'] %}IMAGE{% elif 'text' in c %}{{ c['text'] }}{% endif %}"
     "{% endfor %}{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
-QWEN_IMAGE, LLAVA_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>", "<image>\n"
+QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 TEXT: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
     "max_position_embeddings": 4096,
@@ -49,7 +45,7 @@ BUILD: dict[str, Callable[[Path], None]] = {}
 
 def image_text(name: str) -> str:
     """Return the text that stands for one image in a prompt."""
-    return LLAVA_IMAGE if "llava" in name else QWEN_IMAGE
+    return tiny_llava.IMAGE if "llava" in name else QWEN_IMAGE
 
 
 def checkpoint(name: str, folder: Path) -> Path:
@@ -153,32 +149,4 @@ def _qwen3(path: Path) -> None:
 
 @_register("tiny-llava")
 def _llava(path: Path) -> None:
-    tokenizer = _tokenizer()
-    ends = _ids(tokenizer, eos_token_id="<|im_end|>", bos_token_id="<|endoftext|>", pad_token_id="<pad>")
-    image = tokenizer.convert_tokens_to_ids("<image>")
-    text = {**TEXT, **ends, "model_type": "llama", "vocab_size": len(tokenizer), "num_key_value_heads": 4}
-    vision = {"model_type": "clip_vision_model", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
-              "num_attention_heads": 2, "image_size": 140, "patch_size": 14, "projection_dim": 64}  # fmt: skip
-    config = LlavaConfig(
-        text_config=text, vision_config=vision, image_token_index=image, image_token_id=image, vision_feature_layer=-2,
-        vision_feature_select_strategy="default", image_seq_length=100,
-    )  # fmt: skip
-    model = LlavaForConditionalGeneration(config)
-    processor = LlavaProcessor(
-        image_processor=CLIPImageProcessor(size={"shortest_edge": 140}, crop_size={"height": 140, "width": 140}),
-        tokenizer=tokenizer, patch_size=14, vision_feature_select_strategy="default", num_additional_image_tokens=1,
-        chat_template=TEMPLATE.replace("IMAGE", LLAVA_IMAGE),
-    )  # fmt: skip
-    _save(model, processor, path, ends["eos_token_id"])
-    _rename_vision_weights(path)
-
-
-def _rename_vision_weights(path: Path) -> None:
-    """vLLM 0.32 expects the names that transformers 4 gave the weights of the vision tower."""
-    file = path / "model.safetensors"
-    weights = load_file(file)
-    known = any(".vision_model." in name for name in weights)
-    if not known:
-        weights = {name.replace("vision_tower.", "vision_tower.vision_model."): each for name, each in weights.items()}
-        save_file(weights, file, metadata={"format": "pt"})
-    (path / "names.json").write_text(json.dumps(sorted(weights)))
+    tiny_llava.build(path)

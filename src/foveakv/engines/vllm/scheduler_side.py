@@ -40,7 +40,7 @@ class SchedulerSide:
     def __init__(self, settings: Settings, create: Callable[[Choice], Method], sizes: Geometry) -> None:
         self._settings, self._create, self._sizes = settings, create, sizes
         self._known: dict[str, Known] = {}
-        self._refused: dict[str, str] = {}
+        self._refused: set[str] = set()
 
     def add(self, request: Any) -> None:
         """Take note of a new request. Requests that cannot be compressed as they ask are refused, see `refuses`."""
@@ -56,7 +56,7 @@ class SchedulerSide:
             read_prompt(self._create(choice), prompt, self._sizes)  # the method checks its settings against the prompt
         except FoveaKVError as error:
             _log.error("FoveaKV: request %s is refused: %s", request.request_id, error)
-            self._refused[request.request_id] = str(error)
+            self._refused.add(request.request_id)
             return
         self._known[request.request_id] = Known(request, choice, prompt)
 
@@ -110,10 +110,8 @@ class SchedulerSide:
 
     def end(self, req_id: str) -> dict[str, Any] | None:
         """Forget a request; return what is reported with its output as `kv_transfer_params`."""
-        message = self._refused.pop(req_id, None)
+        self._refused.discard(req_id)
         known = self._known.pop(req_id, None)
-        if message is not None:
-            return {"foveakv": {"error": message}}
         if known is None or known.kept is None:
             return None
         return {
