@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
-import engines
 import pytest
 from dropped_reference import Reference, check
 
 from foveakv.models import embedded
 
 pytestmark = pytest.mark.demo
-CARDS = ((8, 2), (12, 9), (4, 1))
+CARDS = [[8, 2], [12, 9], [4, 1]]
+HELPERS = Path(__file__).parent / "helpers"
 
 
 def test_a_quarter_of_the_visual_tokens_answers_as_well() -> None:
-    path = embedded.assemble()
-    samples = [embedded.sample_prompt(count, ask=ask) for count, ask in CARDS]
-    prompts: list[dict[str, Any]] = [
-        {"prompt": each.text, "multi_modal_data": {"image": each.images}} for each in samples
-    ]
-    reference = Reference(path)
-    options = {"ddes": False, "target_visual_tokens": 0.25, "score_layer": "calibrated"}
-    more = {"model_impl": "transformers", "max_model_len": 2048, "limit_mm_per_prompt": {"image": 16}}
-    with engines.engine(path, "hae", options, **more) as llm:
-        outputs = engines.generate(llm, prompts, 8)
-        outcomes = engines.outcomes(outputs)
-    for sample, prompt, output, outcome in zip(samples, prompts, outputs, outcomes, strict=True):
-        tokens, chosen = engines.chosen(output)
-        check(reference.log_probabilities(prompt, outcome.kept, tokens), tokens, chosen)
-        assert output.outputs[0].text.strip().startswith(sample.answer)
-        assert len(outcome.kept) < 0.5 * outcome.prompt
-        assert len(outcome.freed) == (outcome.prompt - len(outcome.kept)) // 32
+    given = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HELPERS), *sys.path])}
+    command = [sys.executable, str(HELPERS / "run_embedded.py"), json.dumps(CARDS)]
+    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    reference = Reference(embedded.assemble())
+    for (count, ask), found in zip(CARDS, json.loads(done.stdout.splitlines()[-1]), strict=True):
+        sample = embedded.sample_prompt(count, ask=ask)
+        prompt = {"prompt": sample.text, "multi_modal_data": {"image": sample.images}}
+        expected = reference.log_probabilities(prompt, found["kept"], found["tokens"])
+        check(expected, found["tokens"], found["chosen"])
+        assert found["text"].strip().startswith(sample.answer)
+        assert len(found["kept"]) < 0.5 * found["prompt"]
+        assert len(found["freed"]) == (found["prompt"] - len(found["kept"])) // 32

@@ -63,7 +63,12 @@ def _tokenizer() -> Any:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     letters = pre_tokenizers.ByteLevel.alphabet()
-    options = {"vocab_size": 400, "special_tokens": _SPECIAL, "initial_alphabet": letters, "show_progress": False}
+    options: dict[str, Any] = {
+        "vocab_size": 400,
+        "special_tokens": _SPECIAL,
+        "initial_alphabet": letters,
+        "show_progress": False,
+    }
     made.train_from_iterator(_CORPUS, trainers.BpeTrainer(**options))
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>", pad_token="<pad>")
 
