@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from foveakv.core.prompt import IMAGE, TEXT, PromptMap
 from foveakv.engines.transformers.cache import CompressedCache
 from foveakv.engines.transformers.options import CacheOptions
-from foveakv.methods import Method
+from foveakv.methods import Method, ModelFacts
 
 QUESTION = 128  # text tokens after the image, for benchmarks of decoding
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -114,7 +114,8 @@ class Driver:
         question: int | None = None,
     ) -> None:
         self.shape = shape
-        self.cache = CompressedCache(shape.config(layers), method, CacheOptions(backend=backend))
+        facts = ModelFacts(tuple(range(layers)), layers, "benchmark", lambda: "0" * 64)
+        self.cache = CompressedCache(shape.config(layers), method.for_model(facts), CacheOptions(backend=backend))
         self.tokens = tokens
         self.batch, self.question = batch, question
         self.mask = None

@@ -23,7 +23,7 @@ def at_budget(
 ) -> dict[str, Method]:
     """Build methods that keep about `budget` of a prompt of `tokens` (except fastv, which keeps half by design).
 
-    HAE prunes visual tokens in the first layer and then reduces the cache to the budget. `prefill_rows` limits the
+    HAE prunes visual tokens in its deciding layer and then reduces the cache to the budget. `prefill_rows` limits the
     rows that HAE and H2O score, for benchmarks of decoding. `digest_dtype` is an option of hybridkv.
     """
     kept = max(1, int(tokens * visual_share * budget))

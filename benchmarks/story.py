@@ -21,7 +21,7 @@ from foveakv.methods import Method, get
 from foveakv.util.timing import StepClock
 
 BY = ("model", "context", "method")
-PAPER = {"r": 0.0005, "alpha": 0.0005}  # the paper's thresholds for stories
+PAPER = "phi-3.5-vision-story"  # preset with the paper's settings for stories
 
 
 def run(recorder: Recorder) -> None:
@@ -30,7 +30,7 @@ def run(recorder: Recorder) -> None:
         return
     model, processor = load(settings["model"], settings["layers"], dtype_of(settings["dtype"]))
     inputs = inputs_for(settings["model"], model, processor, settings["context"])
-    hae = get("hae", **PAPER, budget=settings["kv_size"], recycle_bin_size=settings["bin"])
+    hae = get("hae", preset=PAPER, budget=settings["kv_size"], recycle_bin_size=settings["bin"])
     methods: dict[str, Method | None] = {"transformers default": None, "full": get("full"), "hae": hae}
     for label, method in methods.items():
         if method is not None:

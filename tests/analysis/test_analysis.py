@@ -256,7 +256,7 @@ def test_replay_is_the_method_on_attention_that_does_not_depend_on_it(size: int,
 def test_replay_drops_what_the_real_method_drops(model: Any, inputs: dict[str, Tensor], size: int) -> None:
     """Up to the first eviction nothing that the method decided has changed what is attended to."""
     columns = inputs["input_ids"].shape[1]
-    rules = HAE(dap=False, recycle_bin_size=size)
+    rules = HAE(dap=False, recycle_bin_size=size, recent=0, value_norm=False)
     cache, _ = passes.run(model, inputs, rules, size + 1, to_the_end=True)
     found = replay(record(model, "one", inputs, size + 1), RecycleBin(size), columns)
     assert found.evicted == size

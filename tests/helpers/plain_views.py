@@ -183,6 +183,7 @@ class Done:
     attended: list[list[list[list[list[int]]]]] = field(default_factory=list)
     slots: list[Any] = field(default_factory=list)
     made: list[tuple[str, int, Decision, tuple[int, int, int]]] = field(default_factory=list)
+    method: Any = None  # as for a model with these layers
     state: Any = None
     results: Any = None
 
@@ -191,7 +192,7 @@ def run(method: Method, case: Case, make: type[PlainLayer] | type[EngineLayer] =
     """begin, prefill of every layer, after_prefill, then all decode steps."""
     done, request, layers = Done(), case.request, []
     method = method.for_model(ModelFacts(tuple(range(LAYERS)), LAYERS, "plain", lambda: "0" * 64))
-    done.state = method.begin(request)
+    done.method, done.state = method, method.begin(request)
     prompt, index, pruned = case.prompt, torch.arange(case.prompt.columns).expand(case.prompt.kinds.shape), False
     for idx, (query, keys, values) in enumerate(case.layers):
         query, keys, values = (
@@ -208,7 +209,7 @@ def run(method: Method, case: Case, make: type[PlainLayer] | type[EngineLayer] =
         done.made.append(("prefill", idx, decision, tuple(keys.shape[:3])))
         layers.append(make(view, decision))
         for number, each in enumerate(decision.earlier or []):
-            done.made.append(("after_prefill", number, each, (case.prompt.batch, HEADS, case.prompt.columns)))
+            done.made.append(("earlier", number, each, (case.prompt.batch, HEADS, case.prompt.columns)))
             layers[number].settle(each, case.prompt.real)
         if decision.stream is not None:
             assert method.prunes_after == idx

@@ -132,3 +132,23 @@ def test_needs_visual_tokens_and_later_layers(model, inputs):
 def test_wrong_options(options):
     with pytest.raises(MethodError, match="fastv"):
         FastV(**options)
+
+
+@pytest.mark.parametrize(("layer", "number"), [(0.0, 1), (0.5, 3), ("0.25", 2), ("calibrated", 3), ("1", 2), (2, 2)])
+@pytest.mark.parametrize("drop", [False, True])
+def test_layers_as_shares_and_from_calibration(model, inputs, tmp_path, monkeypatch, layer, number, drop):
+    """The same as K itself; "calibrated" is half of the depth where there is no file."""
+    monkeypatch.setenv("FOVEAKV_CACHE", str(tmp_path))
+    run = matrix.compressed(model, FastV(layer=layer, drop_hidden_states=drop), inputs)
+    same = matrix.compressed(model, FastV(layer=number, drop_hidden_states=drop), inputs)
+    assert run.cache.results.figures["layer"] == number
+    for a, b in zip(matrix.positions_held(run), matrix.positions_held(same), strict=True):
+        assert torch.equal(a, b)
+    matrix.check_against_reference(model, run, inputs, 1e-9)
+
+
+def test_no_layer_after_the_share(model, inputs):
+    with pytest.raises(MethodError, match="no later layer"):
+        matrix.compressed(model, FastV(layer=1.0), inputs)
+    with pytest.raises(MethodError, match="fastv: layer must be a layer"):
+        FastV(layer="best")

@@ -36,7 +36,8 @@ def model() -> Any:
 def test_hae_without_dap_and_a_bin_of_one_is_h2o(model, inputs, budget, per_head):
     greedy = H2O(budget=budget, per_head_scores=per_head)
     same = HAE(
-        budget=budget, dap=False, recycle_bin_size=1, recent=budget - budget // 2, per_head_scores=per_head
+        budget=budget, dap=False, value_norm=False, recycle_bin_size=1, recent=budget - budget // 2,
+        per_head_scores=per_head,
     )  # fmt: skip
     a = matrix.compressed(model, greedy, inputs, max_new_tokens=14)
     b = matrix.compressed(model, same, inputs, max_new_tokens=14)

@@ -57,7 +57,7 @@ def naive_attention(query: Tensor, keys: Tensor, scaling: float) -> Tensor:
 
 
 def test_first_layer_decides_by_equations_1_to_3(model, inputs):
-    method = Watched(relative=True, r=0.9, alpha=0.08, ddes=False, statistics=True)
+    method = Watched(score_layer=0, rows="sum", value_norm=False, r=0.9, alpha=0.08, ddes=False, statistics=True)
     run = matrix.compressed(model, method, inputs, max_new_tokens=2)
     query, keys, prompt, scaling, *_ = method.views[0]
     attention = naive_attention(query, keys, scaling)
@@ -151,7 +151,7 @@ def test_one_row_of_a_batch_without_an_image(model, drop_hidden_states, words):
 
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "llava_onevision"])
 def test_dropped_hidden_states(family):
-    """Layers after the first compute fewer rows, and give what a masked full computation gives."""
+    """Layers after the deciding one compute fewer rows, and give what a masked full computation gives."""
     model = matrix.model(family, torch.float64)
     inputs = families.prompt(family, dtype=torch.float64)
     rows: list[list[int]] = []
@@ -161,14 +161,14 @@ def test_dropped_hidden_states(family):
         for i, layer in enumerate(layers)
     ]
     try:
-        method = matrix.method("hae", drop_hidden_states=True, budget=0.9)
+        method = matrix.method("hae", drop_hidden_states=True, budget=0.9, score_layer=1)
         run = matrix.compressed(model, method, inputs)
     finally:
         for hook in hooks:
             hook.remove()
     columns, dropped = inputs["input_ids"].shape[1], run.cache.results.figures["evicted_visual"][0]
     assert dropped > 0
-    assert [count for _, count in rows[: len(layers)]] == [columns] + [columns - dropped] * (len(layers) - 1)
+    assert [count for _, count in rows[: len(layers)]] == [columns] * 2 + [columns - dropped] * (len(layers) - 2)
     assert all(count == 1 for _, count in rows[len(layers) :])
     report = run.session.report  # what a plain cache would hold does not shrink with the residual stream
     assert {layer.full_slots for layer in report.layers} == {2 * (run.cache.seen)}
@@ -179,12 +179,15 @@ def test_dropped_hidden_states(family):
 def test_dropped_hidden_states_change_later_layers_only(model, inputs):
     shallow, deep = (
         matrix.compressed(
-            model, matrix.method("hae", ddes=False, budget=None, drop_hidden_states=drop), inputs, max_new_tokens=1
+            model,
+            matrix.method("hae", ddes=False, budget=None, score_layer=0, drop_hidden_states=drop),
+            inputs,
+            max_new_tokens=1,
         )
         for drop in (False, True)
     )
     same = [
-        torch.equal(one.segments.gather()[0], other.segments.gather()[0])
+        torch.allclose(one.segments.gather()[0], other.segments.gather()[0], rtol=0, atol=1e-12)
         for one, other in zip(shallow.cache.compressed, deep.cache.compressed, strict=True)
     ]
     assert same == [True, True] + [False] * (len(same) - 2)  # the second layer reads what the first has computed
@@ -198,7 +201,7 @@ def test_dropped_hidden_states_change_later_layers_only(model, inputs):
 
 
 def test_scores_start_from_the_prompts_attention(model, inputs):
-    method = Watched(dap=False)
+    method = Watched(dap=False, value_norm=False)
     run = matrix.compressed(model, method, inputs, max_new_tokens=1)
     for layer, seen in zip(run.cache.compressed, method.views, strict=True):
         query, keys, _, scaling, sampled, many = seen

@@ -164,3 +164,19 @@ def test_layers_are_checked(layers: Any) -> None:
 def test_targets_are_checked(target: Any) -> None:
     with pytest.raises(MethodError, match="target_visual_tokens"):
         MustDrop(target_visual_tokens=target)
+
+
+@pytest.mark.parametrize(("shares", "layers"), [("0.0,0.5", (0, 2)), ((0.25, 0.8), (1, 3)), ("(1, 2)", (1, 2))])
+def test_layers_as_shares_of_the_depth(shares: Any, layers: tuple[int, ...]) -> None:
+    model, inputs = matrix.model("llava", torch.float64), families.prompt("llava", dtype=torch.float64)
+    options = {"target_visual_tokens": 0.3}
+    runs = [matrix.compressed(model, MustDrop(each, **options), inputs) for each in (shares, layers)]
+    for a, b in zip(*map(matrix.positions_held, runs), strict=True):
+        assert torch.equal(a, b)
+    matrix.check_against_reference(model, runs[0], inputs, 1e-9)
+
+
+@pytest.mark.parametrize("layers", ["0.1,2", (0.5, 0.5), (1.0,), "-0.5", (float("nan"),)])
+def test_shares_are_checked(layers: Any) -> None:
+    with pytest.raises(MethodError, match="or shares of the depth"):
+        MustDrop(layers)

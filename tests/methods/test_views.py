@@ -78,9 +78,11 @@ def test_decisions_fit_their_views(name: str, options: dict[str, Any]) -> None:
             assert decision.chunks.dtype == torch.int64
             assert decision.chunks.shape == shape[:2]
         if decision.stream is not None:
-            assert (call, idx) == ("prefill", method.prunes_after)
+            assert (call, idx) == ("prefill", found.method.prunes_after)
             assert decision.stream.dtype == torch.bool
             assert decision.stream.shape == (shape[0], shape[2])
+        if call == "earlier":
+            assert decision == Decision(keep=decision.keep)
     if "after_prefill" not in method.decides:
         assert all(decision == Decision() for call, _, decision, _ in found.made if call == "after_prefill")
     assert isinstance(found.results, Results)

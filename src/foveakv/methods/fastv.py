@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from numbers import Integral
 from typing import ClassVar
 
 import torch
@@ -12,9 +14,11 @@ from torch import Tensor
 from foveakv.core.attention_stats import attention_rows
 from foveakv.core.selection import keep_top
 from foveakv.errors import MethodError
-from foveakv.methods.base import Method
+from foveakv.methods.base import Method, ModelFacts
 from foveakv.methods.checks import flag, share, whole_number
-from foveakv.methods.views import Decision, Granularity, Observes, PrefillView, PromptView, State
+from foveakv.methods.results import Results
+from foveakv.methods.score_layers import Chosen, check_layers, choose_layers
+from foveakv.methods.views import Decision, Granularity, Observes, PrefillView, PromptView, ResultView, State
 
 
 @dataclass
@@ -33,7 +37,8 @@ class FastV(Method):
     is the first that evicts (the paper filters "after layer K" and is no more specific).
 
     Args:
-        layer: K.
+        layer: K; or (not in the paper) the scoring layer as a share of the depth, "calibrated", or a calibration file,
+            as `score_layer` of HAE.
         ratio: R, the share of each sequence's visual tokens to evict, rounded down.
         drop_hidden_states: also prune these tokens from the residual stream (as in the paper's inference without a
             cache); False evicts them from the caches of the later layers only.
@@ -42,17 +47,36 @@ class FastV(Method):
         MethodError: an option is invalid, or the model has no layer after `layer`.
     """
 
-    layer: int = 2
+    layer: int | float | str = 2
     ratio: float = 0.5
     drop_hidden_states: bool = False
+    _chosen: Chosen | None = field(default=None, init=False, repr=False, compare=False)
 
     name: ClassVar[str] = "fastv"
     visual_only: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        whole_number(self.name, "layer", self.layer, 1, "layers are counted from 1")
+        if isinstance(self.layer, (float, str)):
+            check_layers(self.name, "layer", self.layer)
+        else:
+            whole_number(self.name, "layer", self.layer, 1, "layers are counted from 1")
         share(self.name, "ratio", self.ratio, above_zero=True, meaning="the share of visual tokens to evict")
         flag(self.name, "drop_hidden_states", self.drop_hidden_states)
+
+    def for_model(self, model: ModelFacts) -> FastV:
+        """Find the scoring layer in the model where `layer` is no number."""
+        if isinstance(self.layer, Integral):
+            return self
+        made = copy.copy(self)
+        made._chosen = choose_layers(self.name, "layer", self.layer, model)
+        return made
+
+    @property
+    def _scoring(self) -> int:
+        """Index of the scoring layer; 0 as long as it depends on an unknown model."""
+        if isinstance(self.layer, Integral):
+            return int(self.layer) - 1
+        return 0 if self._chosen is None else self._chosen.single
 
     @property
     def granularity(self) -> Granularity:
@@ -67,16 +91,16 @@ class FastV(Method):
     @property
     def prunes_after(self) -> int | None:
         """The scoring layer, with `drop_hidden_states`."""
-        return self.layer - 1 if self.drop_hidden_states else None
+        return self._scoring if self.drop_hidden_states else None
 
     def needs_queries(self, compressed_idx: int) -> bool:
         """True for the scoring layer only."""
-        return compressed_idx == self.layer - 1
+        return compressed_idx == self._scoring
 
     def begin(self, request: PromptView) -> FastVState:
         """Check that the model has a layer to prune."""
         layers = len(request.layers)
-        if self.layer >= layers:
+        if self._scoring >= layers - 1:
             raise MethodError(
                 f"fastv: layer={self.layer} leaves no later layer to prune; this model compresses {layers}"
             )
@@ -85,13 +109,19 @@ class FastV(Method):
     def prefill(self, view: PrefillView) -> Decision | None:
         """Select visual tokens in the scoring layer and evict the others in all later layers."""
         state: FastVState = view.state
-        scoring = self.layer - 1
+        scoring = self._scoring
         if view.compressed_idx == scoring:
             state.keep = self._choose(view)
             return Decision(stream=state.keep if self.drop_hidden_states else None)
         if view.compressed_idx < scoring or state.keep is None:
             return None
         return Decision(keep=state.keep.gather(1, view.positions)[:, None])
+
+    def results(self, view: ResultView) -> Results:
+        """Return `layer`, K in this model, and where it comes from."""
+        source = "" if self._chosen is None else self._chosen.source
+        notes = (f"fastv: layer {self._scoring + 1} scores; from {source}",) if source else ()
+        return Results({"layer": self._scoring + 1}, notes=notes)
 
     def _choose(self, view: PrefillView) -> Tensor:
         """Select the columns that later layers keep: bool [B, C]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar, Literal
 
 from torch import Tensor
@@ -22,6 +23,8 @@ from foveakv.methods.views import (
     State,
     When,
 )
+
+_OBSERVES = Observes(queries="all", attention_sum=True)
 
 
 @dataclass
@@ -73,14 +76,14 @@ class H2O(Method):
     @property
     def observes(self) -> Observes:
         """All prompt queries, and the attention sum of every decode step."""
-        return Observes(queries="all", attention_sum=True)
+        return _OBSERVES
 
     @property
     def decides(self) -> tuple[When, ...]:
         """Evicts at the end of the prompt and in every decode step."""
         return "prefill", "decode"
 
-    @property
+    @cached_property
     def _bin(self) -> RecycleBin:
         return RecycleBin(size=1, per_head=self.per_head_scores)
 

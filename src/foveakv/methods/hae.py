@@ -110,7 +110,7 @@ class HAE(Method):
     target_visual_tokens: int | float | None = None
     criterion: Literal["dual", "variance", "dual+variance"] = "dual"
     variance_quantile: float = 0.6
-    value_norm: bool = False
+    value_norm: bool = True
     drop_hidden_states: bool = False
     recycle_bin_size: int = 64
     candidates: Literal["all", "prompt"] = "all"
@@ -225,7 +225,7 @@ class HAE(Method):
     def begin(self, request: PromptView) -> HAEState:
         """Check that the prompt has visual tokens to evict and that the budget holds the protected tokens."""
         prompt = request.prompt
-        if not self.ddes and not bool(prompt.visual.any()):
+        if not self.ddes and not prompt.has_visual:
             raise NoVisualTokensError(
                 "hae with ddes=False evicts visual tokens only, and this prompt has no image or video; add one, or use "
                 "ddes=True"
@@ -264,7 +264,7 @@ class HAE(Method):
             state.add_shared_sums(self._prompt_scores(view))
         visual = view.prompt.visual
         early = self._scores_early(idx)
-        if not self.dap or not (early or idx in layers) or not bool(visual.any()):
+        if not self.dap or not (early or idx in layers) or not view.request.prompt.has_visual:
             return None
         stats = text_stats(view, self.rows, value_norm=self.value_norm)
         found = self._rules.redundant(stats, visual) if early else None
@@ -290,14 +290,14 @@ class HAE(Method):
     def _before(self, view: PrefillView, redundant: Tensor | None) -> Decision:
         """Decide for a layer before the deciding one."""
         state: HAEState = view.state
-        if self.early_layers == "wait" or not self.dap:
+        if self._waits(view):
             if not self.ddes or self.scores == "shared":
                 return Decision()
             sums = self._prompt_scores(view)
             state.sums.append(sums)
             return Decision(fields=self._bin.fields(sums))
         keep = view.prompt.real if redundant is None else view.prompt.real & ~redundant
-        if self.early_layers == "first":
+        if self.early_layers == "first" and view.request.prompt.has_visual:
             keep = state.first = keep if state.first is None else state.first
         return self._kept(view, keep, self._sizes(view, keep))
 
@@ -312,15 +312,16 @@ class HAE(Method):
             # One layer's sums stand for those of all layers, which are added while decoding.
             sums = sums * (len(view.request.layers) / len(self._layers))
             state.shared = SharedState.of(sums, state.keep, sizes.steady, sizes.recent, self._prompt_slots(sizes))
-        elif self.ddes and sizes is not None and self.early_layers == "wait":
-            made = []
-            for sums in state.sums:
-                made.append(Decision(keep=self._reduced(state, sums, state.keep[:, None], sizes)))
-            state.sums = []
-            return made
-        if self.early_layers != "wait":
+        elif not self._waits(view):
             return None
+        elif sizes is not None:
+            waiting, state.sums = state.sums, []
+            return [Decision(keep=self._reduced(state, sums, state.keep[:, None], sizes)) for sums in waiting]
         return [Decision(keep=state.keep[:, None])] * idx
+
+    def _waits(self, view: PrefillView) -> bool:
+        """Whether layers before the deciding one store all tokens until it has decided."""
+        return self.scores == "shared" or (self.early_layers == "wait" and view.request.prompt.has_visual)
 
     def _kept(self, view: PrefillView, columns: Tensor, sizes: Sizes | None) -> Decision:
         """Keep columns [B, C] of the prompt in a layer, reduced to the steady size by its own scores."""

@@ -6,8 +6,9 @@ cache policy). The vision stage cannot be implemented in a KV cache.
 
 from __future__ import annotations
 
+import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import ClassVar
 
@@ -18,7 +19,7 @@ from foveakv.core.attention_stats import attention_rows, head_mean_stats, text_r
 from foveakv.core.prompt import VIDEO, PromptMap
 from foveakv.core.selection import keep_top
 from foveakv.errors import MethodError
-from foveakv.methods.base import Method
+from foveakv.methods.base import Method, ModelFacts
 from foveakv.methods.checks import flag, number, share
 from foveakv.methods.results import Results
 from foveakv.methods.views import (
@@ -69,7 +70,8 @@ class MustDrop(Method):
     - do not merge neighbouring tokens, which the paper does in the vision tower.
 
     Args:
-        layers: filtering layers, as "2,6,10,14" or (2, 6, 10, 14).
+        layers: filtering layers, as "2,6,10,14" or (2, 6, 10, 14); or shares of the depth, "0.1,0.2,0.3,0.5" (not in
+            the paper).
         r, alpha: thresholds of the two tests. The paper's values for LLaVA-1.5: 0.001 and 0.001 for 192 tokens on
             average, 0.0012 and 0.001 for 128.
         protect: share of every image's tokens that are never evicted, rounded up.
@@ -82,12 +84,13 @@ class MustDrop(Method):
         MethodError: an option is invalid, or the model has none of `layers`.
     """
 
-    layers: tuple[int, ...] | str = "2,6,10,14"
+    layers: tuple[int | float, ...] | str = "2,6,10,14"
     r: float = 0.001
     alpha: float = 0.001
     protect: float = 0.08
     decode_stage: bool = True
     target_visual_tokens: int | float | None = None
+    _numbers: tuple[int, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     name: ClassVar[str] = "mustdrop"
     visual_only: ClassVar[bool] = True
@@ -107,6 +110,16 @@ class MustDrop(Method):
                     f"got {target!r}"
                 )
 
+    def for_model(self, model: ModelFacts) -> MustDrop:
+        """Find the filtering layers in the model where they are shares of its depth."""
+        made = copy.copy(self)
+        made._numbers = tuple(numbers(self.layers, len(model.layers)))
+        return made
+
+    @property
+    def _filtering(self) -> tuple[int, ...]:
+        return tuple(numbers(self.layers)) if self._numbers is None else self._numbers
+
     @property
     def granularity(self) -> Granularity:
         """All heads of a layer store the same tokens."""
@@ -124,12 +137,12 @@ class MustDrop(Method):
 
     def needs_queries(self, compressed_idx: int) -> bool:
         """True for the filtering layers only."""
-        return compressed_idx in numbers(self.layers)
+        return compressed_idx in self._filtering
 
     def begin(self, request: PromptView) -> MustDropState:
         """Find the filtering layers that the model has."""
         count = len(request.layers)
-        stages = [layer for layer in numbers(self.layers) if layer < count]
+        stages = [layer for layer in self._filtering if layer < count]
         if not stages:
             raise MethodError(
                 f"mustdrop: layers={self.layers!r} are counted from 0, and this model compresses {count}; name one of "
@@ -185,21 +198,29 @@ class MustDrop(Method):
         return key_tokens(view, image_numbers(prompt), self.protect)
 
 
-def numbers(layers: tuple[int, ...] | str) -> list[int]:
+def numbers(layers: tuple[int | float, ...] | str, depth: int | None = None) -> list[int]:
     """Parse the filtering layers into an ascending list.
 
+    Args:
+        layers: indices, or shares of the depth.
+        depth: number of compressed layers; None = unknown, shares then stand for layers of a model of 100.
+
     Raises:
-        MethodError: they are not distinct whole numbers from 0.
+        MethodError: they are neither distinct whole numbers from 0 nor distinct shares below 1.
     """
     try:
-        parts = layers.split(",") if isinstance(layers, str) else list(layers)
-        whole = [int(part) for part in parts if isinstance(part, str) or type(part) is int]
-        if whole and len(whole) == len(parts) and min(whole) >= 0 and len(set(whole)) == len(whole):
-            return sorted(whole)
+        parts = layers.strip("()[] ").split(",") if isinstance(layers, str) else list(layers)
+        read = [(float(part) if "." in part else int(part)) if isinstance(part, str) else part for part in parts]
+        if read and len(set(read)) == len(read) and min(read) >= 0:
+            if all(type(part) is int for part in read):
+                return sorted(int(part) for part in read)
+            if all(type(part) is float and part < 1 for part in read):
+                return sorted({int(part * (depth or 100) + 1e-9) for part in read})
     except (TypeError, ValueError):
         pass
     raise MethodError(
-        f'mustdrop: layers must be different whole numbers from 0, as "2,6,10,14" or (2, 6, 10, 14); got {layers!r}'
+        'mustdrop: layers must be different whole numbers from 0, as "2,6,10,14" or (2, 6, 10, 14), or shares of the '
+        f'depth, as "0.1,0.3"; got {layers!r}'
     )
 
 

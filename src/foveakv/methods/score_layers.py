@@ -84,6 +84,7 @@ def choose_layers(name: str, option: str, value: Any, model: ModelFacts) -> Chos
 
 def _parsed(name: str, option: str, value: Any) -> float | tuple[int, ...] | Path | None:
     """Return a share, layers, the path of a file, or None for "calibrated"."""
+    given = value
     if isinstance(value, str):
         text = value.strip().strip("()[]")
         if text == CALIBRATED:
@@ -91,7 +92,7 @@ def _parsed(name: str, option: str, value: Any) -> float | tuple[int, ...] | Pat
         if text.endswith(".json"):
             return Path(value.strip()).expanduser()
         try:
-            value = tuple(int(part) for part in text.split(",") if part.strip())
+            value = tuple(int(part) for part in text.replace("+", ",").split(",") if part.strip())
         except ValueError:
             try:
                 value = float(text)
@@ -105,4 +106,4 @@ def _parsed(name: str, option: str, value: Any) -> float | tuple[int, ...] | Pat
         whole = [int(each) for each in value if isinstance(each, Integral) and not isinstance(each, bool)]
         if len(whole) == len(value) == len(set(whole)) and min(whole) >= 0:
             return tuple(sorted(whole))
-    raise MethodError(f"{name}: {option} {_EXPECTED}; got {value!r}")
+    raise MethodError(f"{name}: {option} {_EXPECTED}; got {given!r}")

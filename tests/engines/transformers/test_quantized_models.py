@@ -20,8 +20,9 @@ pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 FAMILIES = ["qwen2_5_vl", "llava", "gemma3"]
-# These evict or retrieve after the prompt, so the trace does not say which prompt tokens had full-precision copies.
-DROPS_LATER = ["hybridkv", "mustdrop", "prefixkv", "quest", "vlcache"]
+# These evict or retrieve after a layer has stored its prompt, so the trace does not say which prompt tokens had
+# full-precision copies.
+DROPS_LATER = ["hae", "hybridkv", "mustdrop", "prefixkv", "quest", "vlcache"]
 
 
 # ----------------------------------------------------------------------------------------------------------- exactness

@@ -142,6 +142,24 @@ def offload(view: PrefillView, **changed: Any) -> Offload:
         (lambda view: Decision(fields={"a": Field(keep(view)[:, :1])}), r"fields\['a'\] must have values \[2, 2, "),
         (lambda view: Decision(fields={"a": torch.zeros(shape(view))}), r"fields\['a'\] must be a Field, got float32"),
         (lambda view: Decision(fields={"residual": Field()}), "'residual' is reserved"),
+        (lambda view: Decision(earlier=[Decision()]), "`earlier` must be a list of 0 decisions, .*; got 1 decisions"),
+        (lambda view: Decision(earlier=Decision()), "`earlier` must be a list of 0 decisions, .*; got Decision"),
+        (
+            lambda view: Decision(earlier=[None] * view.compressed_idx) if view.compressed_idx == 2 else None,
+            "`earlier` must hold a Decision per layer, got NoneType",
+        ),
+        (
+            lambda view: (
+                Decision(earlier=[Decision(keep=keep(view)[..., 1:])] * 3) if view.compressed_idx == 3 else None
+            ),
+            r"keep must be bool \[2, 2 or 1, ",
+        ),
+        (
+            lambda view: (
+                Decision(earlier=[Decision(chunks=torch.ones(2, 2).long())]) if view.compressed_idx == 1 else None
+            ),
+            "`earlier` cannot decide about chunks; it has `keep` only",
+        ),
         (lambda view: Decision(stream=torch.ones(2, 3, dtype=torch.bool)), r"stream must be bool \[2, "),
         (lambda view: Decision(stream=torch.ones(2, shape(view)[2])), r"stream must be bool .*, got float32"),
         (lambda view: Decision(offload=offload(view, heads=torch.ones(2, 2))), r"Offload.heads must be bool \[2, 2\]"),

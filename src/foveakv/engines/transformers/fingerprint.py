@@ -22,7 +22,7 @@ _GEOMETRY = (
 def digest_of(model: compat.PreTrainedModel) -> str:
     """Return the digest of a model, see `digest`.
 
-    Parameters on the meta device (offloaded by accelerate) count by shape only.
+    Parameters on the meta device (offloaded by accelerate) and distributed ones (DTensor) count by shape only.
     """
     return digest(compat.text_config_of(model), sorted(compat.decoder_of(model).named_parameters()))
 
@@ -43,7 +43,7 @@ def digest(config: Any, parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
     for name, parameter in parameters:
         found.update(json.dumps([name, list(parameter.shape)]).encode())
         count = min(_VALUES, parameter.numel())
-        if parameter.is_meta or not count:
+        if not count or parameter.is_meta or hasattr(parameter, "full_tensor"):
             continue
         flat = parameter.detach().reshape(-1)
         places = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).long().to(flat.device)
