@@ -65,7 +65,8 @@ def test_requests_may_choose() -> None:
     assert settings.of_request({"foveakv": '{"method": "random"}'}).method == "random"
 
 
-WRONG = ["of", "{", 3, {"method": "hybridkv"}, {"methods": "random"}, {**HAE, "per_request": 1}]
+FILE = {"method": "hae", "options": {"ddes": False, "score_layer": "/etc/layers.json"}}
+WRONG = [FILE, "of", "{", 3, {"method": "hybridkv"}, {"methods": "random"}, {**HAE, "per_request": 1}]
 
 
 @pytest.mark.parametrize("given", WRONG)

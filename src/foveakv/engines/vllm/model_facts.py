@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ def facts_of(model_config: Any, layers: int) -> ModelFacts:
     """Return the facts of a model. model_config: vLLM's `ModelConfig`. layers: number of decoder layers."""
     config = model_config.hf_text_config
 
+    @functools.cache
     def digest_of_checkpoint() -> str:
         folder = _folder(str(model_config.model), model_config.revision)
         return digest(config, decoder_parameters(folder))

@@ -83,6 +83,9 @@ class Settings:
         if isinstance(given, str):
             given = _from_json(given)
         choice = _choice(given, f"extra_args[{KEY!r}]", ("method", "options"))
+        for option, value in choice.options.items():
+            if isinstance(value, str) and (set(value) & {"/", "\\"} or value.endswith(".json")):
+                raise MethodError(f"requests cannot name files of the server: {option}={value!r}")
         if not choice.off:
             choice.create()
         return choice
