@@ -46,10 +46,17 @@ def engine(
 
 def close(llm: Any) -> None:
     """Shut an engine down, so that the next one can be made in this process."""
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
     llm.llm_engine.engine_core.shutdown()
     del llm
+    clean()
+
+
+def clean() -> None:
+    """Remove what an engine, or an attempt to make one, left in this process."""
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    ensure_kv_transfer_shutdown()
     cleanup_dist_env_and_memory()
     gc.collect()
 
