@@ -1,4 +1,4 @@
-"""vLLM's OpenAI-compatible server with the plugin, started as the documentation says, and the documentation's example."""
+"""vLLM's OpenAI-compatible server, started as the documentation says, and the documentation's example."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ def server(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     path = tiny_checkpoints.checkpoint("tiny-llava", checkpoints)
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path), "--port", str(port),
-               "--host", "127.0.0.1", "--no-enable-prefix-caching", "--kv-transfer-config", documented_config(), *SMALL]  # fmt: skip
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path), "--host", "127.0.0.1",
+               "--port", str(port), "--no-enable-prefix-caching", "--kv-transfer-config", documented_config(),
+               *SMALL]  # fmt: skip
     log = tmp_path_factory.mktemp("server") / "log"
     given = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     given.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
