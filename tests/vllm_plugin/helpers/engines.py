@@ -112,3 +112,22 @@ def outcomes(outputs: list[Any]) -> list[Any]:
     """Return what the worker did to each request of this engine, None where it did nothing."""
     recent = {each.req_id.rsplit("-", 1)[0]: each for each in worker_side().recent}
     return [recent.get(output.request_id) for output in outputs]
+
+
+@contextmanager
+def recorded_maps(llm: Any) -> Iterator[list[Any]]:
+    """The prompt maps of the requests that are added inside the block and compressed, in order."""
+    side = connector_of(llm).scheduler
+    maps: list[Any] = []
+    add = side.add
+
+    def recorded(request: Any) -> None:
+        add(request)
+        if request.request_id in side._known:
+            maps.append(side._known[request.request_id].prompt)
+
+    side.add = recorded
+    try:
+        yield maps
+    finally:
+        side.add = add
