@@ -90,7 +90,7 @@ def free_entries(manager: Any, req_id: str, entries: Sequence[int]) -> None:
     manager.coordinator.single_type_managers[0]._remove_blocks_in_range(req_id, entries[0], entries[-1] + 1)
 
 
-def hybrid_specs(kv_cache_config: Any) -> list[Any]:
+def cache_specs(kv_cache_config: Any) -> list[Any]:
     """Return the specifications of all KV cache groups."""
     return [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from foveakv.core.budget import Geometry
-from foveakv.engines.vllm.private import hybrid_specs
+from foveakv.engines.vllm.private import cache_specs
 from foveakv.errors import UnsupportedModeError, UnsupportedModelError
 
 
@@ -41,7 +41,7 @@ def check_config(config: Any, kv_cache_config: Any) -> None:
         if refused:
             raise UnsupportedModeError(f"FoveaKV in vLLM does not support {what}")
     _check_platform()
-    _check_specs(hybrid_specs(kv_cache_config))
+    _check_specs(cache_specs(kv_cache_config))
     if getattr(model, "is_mm_prefix_lm", False):
         raise UnsupportedModelError(
             f"FoveaKV in vLLM supports causal attention only, and {model.model} attends in both directions in images"

@@ -70,11 +70,6 @@ class WorkerSide:
                 self._reading[each.req_id] = read_prompt(self._create(each.choice), prompt, self._sizes)
         self._chunks = {chunk.blocks[0]: chunk for chunk in plan.chunks}
 
-    @property
-    def reads(self) -> bool:
-        """Whether this step has chunks of prompts to compress."""
-        return bool(self._chunks)
-
     def chunk_at(self, first_block: int) -> Chunk | None:
         """Return the chunk of the request whose table starts with a block, if it is read in this step."""
         return self._chunks.get(first_block)
