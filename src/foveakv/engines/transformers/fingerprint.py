@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
@@ -18,17 +20,27 @@ _GEOMETRY = (
 
 
 def digest_of(model: compat.PreTrainedModel) -> str:
-    """Return the SHA-256 of the text decoder's type, geometry and a few values of every parameter: 64 hex digits.
+    """Return the digest of a model, see `digest`.
+
+    Parameters on the meta device (offloaded by accelerate) and distributed ones (DTensor) count by shape only.
+    """
+    return digest(compat.text_config_of(model), sorted(compat.decoder_of(model).named_parameters()))
+
+
+def digest(config: Any, parameters: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Return the SHA-256 of a text decoder's type, geometry and a few values of every parameter: 64 hex digits.
 
     Values are rounded to bfloat16 first, so that a checkpoint has one digest in float32 and in bfloat16. float16 and
-    quantized weights may give another one. Parameters on the meta device (offloaded by accelerate) and distributed ones
-    (DTensor) count by shape only.
+    quantized weights may give another one.
+
+    Args:
+        config: the decoder's configuration.
+        parameters: names, as in the decoder, and values, in the order of names.
     """
-    config = compat.text_config_of(model)
     found = hashlib.sha256()
     geometry = {name: getattr(config, name, None) for name in _GEOMETRY}
     found.update(json.dumps([config.model_type, geometry], sort_keys=True).encode())
-    for name, parameter in sorted(compat.decoder_of(model).named_parameters()):
+    for name, parameter in parameters:
         found.update(json.dumps([name, list(parameter.shape)]).encode())
         count = min(_VALUES, parameter.numel())
         if not count or parameter.is_meta or hasattr(parameter, "full_tensor"):

@@ -1,0 +1,91 @@
+"""The paged cache of vLLM's CPU attention backend.
+
+The backend's kernels permute the keys and values inside a block, differently for each instruction set. The permutation
+is not part of any interface; it is found by writing numbers with vLLM's own operation and reading them back.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm import _custom_ops as ops
+from vllm.model_executor.models.utils import extract_layer_index
+
+from foveakv.errors import UnsupportedModeError
+
+
+class CPUStore:
+    """See `stored.PagedStore`. A layer's cache is [blocks, H, size, 2 * D]: a block's keys, then its values."""
+
+    def __init__(self, layers: Mapping[str, Any], caches: Mapping[str, Tensor], size: int) -> None:
+        """Take over the caches of all layers.
+
+        layers: vLLM's attention layers by name. caches: their caches. size: slots per block.
+
+        Raises:
+            UnsupportedModeError: the caches are not laid out as those of the tested versions.
+        """
+        self.size = size
+        self.names = sorted(caches, key=extract_layer_index)
+        self.index = {name: idx for idx, name in enumerate(self.names)}
+        self._layers = [layers[name] for name in self.names]
+        self._caches = [caches[name] for name in self.names]
+        for cache in self._caches:
+            if cache.dim() != 4 or cache.shape[2] != size or cache.shape[3] % 2:
+                raise UnsupportedModeError(f"the KV cache of vLLM has shape {tuple(cache.shape)}; see docs/vllm.md")
+
+    def read(self, idx: int, blocks: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """Copy keys and values of the first `tokens` slots of consecutive blocks: [tokens, H, D] each."""
+        cache, dim = self._caches[idx], self._caches[idx].shape[3] // 2
+        blocks = blocks[: -(-tokens // self.size)].long()
+        places = _places(self.size, dim, cache.dtype, self._layers[idx].isa)
+        found = []
+        for part, place in zip(_halves(cache), places, strict=True):
+            taken = part[blocks].flatten(2)[:, :, place]  # [n, H, size * D]
+            rows = taken.unflatten(2, (self.size, dim)).transpose(1, 2).flatten(0, 1)
+            found.append(rows[:tokens])
+        return found[0], found[1]
+
+    def write(self, idx: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+        """Write keys and values [n, H, D] to slots int64 [n]."""
+        if slots.shape[0]:
+            _write(self._caches[idx], keys, values, slots, self._layers[idx].isa)
+
+
+def _halves(cache: Tensor) -> tuple[Tensor, Tensor]:
+    """[blocks, H, size, 2 * D] -> keys and values, [blocks, H, size, D] each, as the kernels see them."""
+    blocks, heads, size, dims = cache.shape
+    keys, values = cache.view(blocks, heads, size * 2, dims // 2).chunk(2, dim=2)
+    return keys, values
+
+
+def _write(cache: Tensor, keys: Tensor, values: Tensor, slots: Tensor, isa: str) -> None:
+    key_cache, value_cache = _halves(cache)
+    ops.cpu_attn_reshape_and_cache(keys.contiguous(), values.contiguous(), key_cache, value_cache, slots, isa)
+
+
+@functools.cache
+def _places(size: int, dim: int, dtype: torch.dtype, isa: str) -> tuple[Tensor, Tensor]:
+    """Return where the block of one head holds (slot, channel): int64 [size * dim], for keys and for values.
+
+    Raises:
+        UnsupportedModeError: the layout is not a permutation.
+    """
+    number = torch.arange(size * dim)
+    found = [torch.zeros(size * dim, dtype=torch.int64) for _ in range(2)]
+    base, factor = 256, 1  # the largest base whose digits every dtype represents exactly
+    while factor < size * dim:
+        digits = (number // factor % base).to(dtype).view(size, 1, dim)
+        cache = torch.zeros(1, 1, size, 2 * dim, dtype=dtype)
+        _write(cache, digits, digits, torch.arange(size), isa)
+        for total, part in zip(found, _halves(cache), strict=True):
+            total += part.flatten().long() * factor
+        factor *= base
+    for each in found:
+        if not torch.equal(each.sort().values, number):
+            raise UnsupportedModeError(f"the {dtype} layout of vLLM's CPU cache ({isa}) is unknown; see docs/vllm.md")
+    return found[0].argsort(), found[1].argsort()

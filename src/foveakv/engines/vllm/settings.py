@@ -1,0 +1,140 @@
+"""Settings of the plugin: from `kv_connector_extra_config` at start, and per request from `SamplingParams.extra_args`.
+
+{"method": "hae", "options": {"ddes": false, "target_visual_tokens": 0.25}, "per_request": true}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from foveakv.errors import MethodError
+from foveakv.methods import Method, get, near
+from foveakv.methods.capabilities import Capabilities
+
+CONNECTOR = "FoveaKVConnector"
+"""The name for `kv_connector` in vLLM's `kv_transfer_config`."""
+OFF = "off"
+KEY = "foveakv"
+"""The key in `SamplingParams.extra_args` (`vllm_xargs` of the server)."""
+
+ENGINE = Capabilities(
+    engine="vLLM",
+    granularity="token",
+    decode_eviction=False,
+    retrieval=False,
+    attention_sum=False,
+    second_pass=False,
+    merging=False,
+    token_pruning=False,
+    decode_and_read=False,
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A method by name with its options, as it travels between processes. method: "off" leaves requests unchanged."""
+
+    method: str = OFF
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def off(self) -> bool:
+        """Whether requests are left unchanged."""
+        return self.method == OFF
+
+    def create(self) -> Method:
+        """Create the method.
+
+        Raises:
+            MethodError: the method or an option is unknown or invalid, or the method needs what vLLM cannot store.
+        """
+        method = get(self.method, **self.options)
+        ENGINE.check(method, _advice(method))
+        return method
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What an engine was started with. default: for requests that choose nothing. per_request: whether they may."""
+
+    default: Choice
+    per_request: bool = True
+
+    def of_request(self, extra_args: Mapping[str, Any] | None) -> Choice:
+        """Return the choice of a request.
+
+        Args:
+            extra_args: `SamplingParams.extra_args`; its entry "foveakv" is "off", a mapping with "method" and
+                "options", or the same as JSON text (the server's `vllm_xargs` cannot nest).
+
+        Raises:
+            MethodError: the entry is invalid, or the engine was started with "per_request": false.
+        """
+        given = (extra_args or {}).get(KEY)
+        if given is None:
+            return self.default
+        if not self.per_request:
+            raise MethodError("this engine does not let requests choose a method (per_request is false)")
+        if given == OFF:
+            return Choice()
+        if isinstance(given, str):
+            given = _from_json(given)
+        choice = _choice(given, f"extra_args[{KEY!r}]", ("method", "options"))
+        for option, value in choice.options.items():
+            if isinstance(value, str) and (set(value) & {"/", "\\"} or value.endswith(".json")):
+                raise MethodError(f"requests cannot name files of the server: {option}={value!r}")
+        if not choice.off:
+            choice.create()
+        return choice
+
+
+def parse(extra_config: Mapping[str, Any]) -> Settings:
+    """Parse `kv_connector_extra_config`.
+
+    Raises:
+        MethodError: a setting is missing, unknown or invalid, or vLLM cannot run the method.
+    """
+    what = "kv_connector_extra_config"
+    choice = _choice(extra_config, what, ("method", "options", "per_request"))
+    per_request = extra_config.get("per_request", True)
+    if not isinstance(per_request, bool):
+        raise MethodError(f"{what}: per_request must be true or false, got {per_request!r}")
+    if not choice.off:
+        choice.create()
+    return Settings(choice, per_request)
+
+
+def _choice(given: Any, what: str, known: tuple[str, ...]) -> Choice:
+    if not isinstance(given, Mapping):
+        raise MethodError(f'{what} must be "off" or an object with "method" and "options", got {given!r}')
+    for name in given:
+        if name not in known:
+            hint = near(str(name), list(known))
+            raise MethodError(
+                f"{what} has no setting {name!r}{hint}; its settings: {', '.join(known)} (options of the method belong "
+                'into "options")'
+            )
+    if "method" not in given:
+        raise MethodError(f'{what} needs "method": the name of a method, or "off"')
+    options = given.get("options", {})
+    if not isinstance(given["method"], str) or not isinstance(options, Mapping):
+        raise MethodError(f'{what}: "method" must be a name and "options" an object, got {dict(given)!r}')
+    if given["method"] == OFF and options:
+        raise MethodError(f'{what}: "method": "off" takes no options')
+    return Choice(given["method"], dict(options))
+
+
+def _from_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise MethodError(f'extra_args[{KEY!r}] must be "off" or a JSON object: {error}') from None
+
+
+def _advice(method: Method) -> str:
+    if getattr(method, "ddes", False):
+        return 'with "ddes": false HAE evicts at prefill only, which vLLM supports'
+    return "vLLM has one block table per request; use the transformers engine for this method"
