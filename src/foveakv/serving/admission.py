@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from foveakv.core.budget import Geometry, parse_budget
@@ -10,8 +11,8 @@ from foveakv.engines.transformers.options import CacheOptions
 from foveakv.engines.transformers.sizes import head_dim, positions_of
 from foveakv.methods import Method
 
-OVERHEAD = 1.25
-"""Allowance for positions, fields of slots, digests and slack, measured on all methods (tests/serving)."""
+SLOT_EXTRA = 16
+"""Bytes for the position and the fields of a slot, such as accumulated attention."""
 _BITS = {"int8": 8, "int4": 4}
 FIXED = 64 * 1024
 """Bytes for what does not grow with the prompt."""
@@ -42,29 +43,42 @@ class Sizes:
         return self.geometry(1).token_bytes
 
     def estimate(self, method: Method, options: CacheOptions, prompt_tokens: int, new_tokens: int) -> int:
-        """Upper bound of what one cache stores on the device at the end of a reply.
-
-        A method without a budget counts as a full cache.
-        """
-        geometry = self.geometry(prompt_tokens)
-        budget = getattr(method, "budget", None)
-        kept = prompt_tokens if budget is None else int(parse_budget(budget).steady(geometry).max())
-        slots = min(kept, prompt_tokens) + new_tokens
-        return self._bytes(slots, options) + self._windows(prompt_tokens + new_tokens)
+        """Upper bound of what one cache stores on the device at the end of a reply."""
+        kept = prompt_tokens
+        if budget_bounds(method):
+            budget = parse_budget(getattr(method, "budget", 1.0))
+            kept = min(kept, int(budget.steady(self.geometry(prompt_tokens)).max()))
+        slots = self._bytes(kept + new_tokens, options)
+        slots += slots // 4 if method.retrieves else 0  # digests
+        return slots + FIXED + self._windows(prompt_tokens + new_tokens)
 
     def growth(self, options: CacheOptions, new_tokens: int) -> int:
         """Upper bound of what further tokens add."""
-        return self._bytes(new_tokens, options) - FIXED
+        return self._bytes(new_tokens, options)
 
     def _bytes(self, slots: int, options: CacheOptions) -> int:
-        per_slot = float(self.token_bytes)
-        extra = 0.0
+        """Bytes of this number of slots per head, with the spare slots of `foveakv.memory.layout`."""
+        slots += 2 * max(8, slots // 16)
+        heads = self.layers * self.kv_heads
+        per_slot, extra = self.token_bytes / heads, 0.0
         if options.kv_dtype is not None:
             per_slot *= 1.3 * _BITS[options.kv_dtype] / (8 * self.itemsize)  # with scales
             extra = options.residual_length * self.token_bytes
-        return int((slots * per_slot + extra) * OVERHEAD) + FIXED
+        return int(slots * heads * (per_slot + SLOT_EXTRA) + extra)
 
     def _windows(self, tokens: int) -> int:
         """Layers with a sliding window are transformers' own."""
         per_layer = self.token_bytes // max(self.layers, 1)
         return sum(min(window, tokens) if window else tokens for window in self.windows) * per_layer
+
+
+def budget_bounds(method: Method) -> bool:
+    """Whether a method's budget bounds what is stored on the device.
+
+    Methods that evict visual tokens only keep all text in addition, and methods that retrieve without a backing store
+    (Quest) keep every token.
+    """
+    names = {field.name for field in dataclasses.fields(method)}
+    if getattr(method, "budget", None) is None or method.visual_only:
+        return False
+    return not method.retrieves or "store" in names
