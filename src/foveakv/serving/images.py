@@ -157,10 +157,11 @@ def read_local(url: str, root: Path, most: int) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except (OSError, ValueError):
         raise missing from None
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise missing
     with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise missing
         if status.st_size > most:
             raise _wrong(f"larger than {most:,} bytes", "image_too_large")
         return file.read(most + 1)
