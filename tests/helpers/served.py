@@ -144,3 +144,10 @@ def text(content: str) -> dict[str, Any]:
 def connect(port: int) -> socket.socket:
     """A plain connection."""
     return socket.create_connection(("127.0.0.1", port), 30)
+
+
+@contextlib.contextmanager
+def connect_free() -> Iterator[int]:
+    """A port that is free."""
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        yield found.getsockname()[1]
