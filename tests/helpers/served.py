@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 
-for package in ("fastapi", "uvicorn", "prometheus_client", "openai", "httpx"):
-    pytest.importorskip(package, reason=f"{package} is missing: pip install 'foveakv[serve,test]'")
+MISSING = "the server's packages are missing: pip install 'foveakv[serve,test]'"
+pytest.importorskip("fastapi", reason=MISSING)
+pytest.importorskip("uvicorn", reason=MISSING)
+pytest.importorskip("prometheus_client", reason=MISSING)
+httpx = pytest.importorskip("httpx", reason=MISSING)
+openai = pytest.importorskip("openai", reason=MISSING)
 
 import families
-import httpx
-import openai
 import tiny_folder
 
 from foveakv.models import Loaded
@@ -39,9 +41,7 @@ class Running:
         self.service = service
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
-        self.client = openai.OpenAI(
-            base_url=f"{self.url}/v1", api_key=api_key or "none", max_retries=0, timeout=60
-        )
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key or "none", max_retries=0, timeout=60)
 
     def chat(self, content: Any = "What is it?", **options: Any) -> Any:
         """A completion for one user message; greedy, short."""
@@ -49,11 +49,14 @@ class Running:
         messages = [{"role": "user", "content": content}]
         return self.client.chat.completions.create(model=MODEL, messages=messages, **options)
 
-    def post(self, body: Any, **headers: str) -> httpx.Response:
+    def post(self, body: Any, **headers: str) -> Any:
         """A raw request."""
         raw = {"content": body} if isinstance(body, (bytes, str)) else {"json": body}
         return httpx.post(
-            f"{self.url}/v1/chat/completions", headers={"content-type": "application/json", **headers}, timeout=60, **raw
+            f"{self.url}/v1/chat/completions",
+            headers={"content-type": "application/json", **headers},
+            timeout=60,
+            **raw,
         )
 
     def error(self, content: Any, status: int = 400, **fields: Any) -> dict[str, Any]:
@@ -71,7 +74,7 @@ def _counts(service: Service) -> tuple[int, int, int, int]:
     return status.queue, status.running, status.stored_bytes, status.reserved_bytes
 
 
-def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+def error_of(response: Any, status: int) -> dict[str, Any]:
     """The error in a response; every error has the same form, and a message."""
     assert response.status_code == status, response.text
     error: dict[str, Any] = response.json()["error"]

@@ -322,5 +322,7 @@ def test_files_below_a_folder(tmp_path: Path) -> None:
 def test_a_tiny_image_works(server: Running) -> None:
     tiny = data_url(Image.new("RGB", (1, 1)))
     assert server.chat([part(tiny), text("what?")]).usage.completion_tokens == 6
-    wide = server.post({"model": MODEL, "messages": [{"role": "user", "content": [part(data_url(Image.new("RGB", (4000, 1))))]}]})
+    wide = server.post(
+        {"model": MODEL, "messages": [{"role": "user", "content": [part(data_url(Image.new("RGB", (4000, 1))))]}]}
+    )
     assert wide.status_code in (200, 400)

@@ -135,7 +135,9 @@ def test_log_probabilities(server: Running) -> None:
     reply = server.chat(IMAGES, max_tokens=5, logprobs=True, top_logprobs=3)
     entries = reply.choices[0].logprobs.content
     assert len(entries) == 5
-    assert b"".join(bytes(entry.bytes) for entry in entries).decode("utf8", "replace") == reply.choices[0].message.content
+    assert (
+        b"".join(bytes(entry.bytes) for entry in entries).decode("utf8", "replace") == reply.choices[0].message.content
+    )
     for entry in entries:
         assert [other.logprob for other in entry.top_logprobs] == sorted(
             (other.logprob for other in entry.top_logprobs), reverse=True

@@ -41,7 +41,7 @@ def server() -> Iterator[Running]:
 def cancelled(server: Running) -> float:
     """Number of requests that were cancelled."""
     lines = server.service.metrics.text().decode().splitlines()
-    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if 'requests_total{' in line and "cancelled" in line)
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if "requests_total{" in line and "cancelled" in line)
 
 
 def living() -> int:
@@ -62,7 +62,7 @@ def slow(server: Running, monkeypatch: pytest.MonkeyPatch, seconds: float = 0.00
 
 
 def test_a_burst(server: Running) -> None:
-    """More clients than the queue holds: each gets its answer or status 429, and answers are those of single requests."""
+    """More clients than the queue holds: each gets the answer of a single request, or status 429."""
     alone = server.chat(CONTENT, max_tokens=10).choices[0].message.content
     before = living()
 
@@ -73,13 +73,11 @@ def test_a_burst(server: Running) -> None:
             chunks = server.chat(CONTENT, max_tokens=10, stream=True)
             return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
         except openai.RateLimitError as error:
-            assert error.body["code"] == "overloaded"  # type: ignore[index]
-            assert error.response.headers["retry-after"] == "1"
-            return "refused"
+            return f"refused: {error.code}, retry after {error.response.headers['retry-after']}"
 
     with concurrent.futures.ThreadPoolExecutor(20) as pool:
         found = list(pool.map(ask, range(30)))
-    assert set(found) <= {alone, "refused"}
+    assert set(found) <= {alone, "refused: overloaded, retry after 1"}
     assert found.count(alone) >= 8
     assert server.idle()
     assert eventually(lambda: living() <= before)
@@ -113,7 +111,9 @@ def test_an_openai_stream_that_is_closed(server: Running, monkeypatch: pytest.Mo
 
 
 def test_clients_that_go_at_any_time(server: Running) -> None:
-    raw = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": CONTENT}], "stream": True, **LONG}).encode()
+    raw = json.dumps(
+        {"model": MODEL, "messages": [{"role": "user", "content": CONTENT}], "stream": True, **LONG}
+    ).encode()
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     whole = f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw
     for cut in (10, len(whole) // 2, len(whole) - 1, len(whole)):
@@ -235,12 +235,12 @@ def test_an_error_of_the_model_ends_one_request(server: Running, monkeypatch: py
     head = server.service.model.lm_head
 
     def failing(*args: Any, **kwargs: Any) -> Any:
-        raise failure
+        raise failures[0]
 
-    for failure, status in ((KeyError("bug"), 500), (torch.OutOfMemoryError("none left"), 503), (MemoryError(), 503)):
+    for failures in ([KeyError("bug"), 500], [torch.OutOfMemoryError("none left"), 503], [MemoryError(), 503]):
         with monkeypatch.context() as patch:
             patch.setattr(head, "forward", failing)
-            assert "bug" not in server.error(CONTENT, status)["message"]
+            assert "bug" not in server.error(CONTENT, failures[1])["message"]
     assert server.idle()
     assert server.chat(CONTENT).usage.completion_tokens == 6
 

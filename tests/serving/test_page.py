@@ -66,7 +66,8 @@ DRIVE = """
   };
   const id = (name) => document.getElementById(name);
   const pixels = (key) => [...document.querySelectorAll(`#result-${key} canvas`)]
-    .map((canvas) => canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.reduce((a, b) => a + b, 0));
+    .map((canvas) => canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data)
+    .map((data) => data.reduce((a, b) => a + b, 0));
   const done = () => id("status").textContent === "Done.";
   await wait(() => document.body?.dataset.ready, "start");
   const canvas = Object.assign(document.createElement("canvas"), { width: 70, height: 60 });
@@ -94,10 +95,12 @@ DRIVE = """
   id("layer").dispatchEvent(new Event("change"));
   const layer = pixels("first");
   const boxes = [...document.querySelectorAll("button, select, input, textarea")]
-    .filter((each) => each.offsetParent && each.id !== "" && each.getBoundingClientRect().height < 43).map((each) => each.id);
+    .filter((each) => each.offsetParent && each.id !== "" && each.getBoundingClientRect().height < 43)
+    .map((each) => each.id);
   return JSON.stringify({
     before, after, layer, boxes,
     percent: id("percent").value,
+    hidden: [id("key-field"), id("sample")].map((each) => each.offsetParent === null),
     layers: id("layer").options.length,
     answers: [...document.querySelectorAll(".answer")].map((each) => each.textContent.length),
     bad: document.querySelectorAll(".bad").length,
@@ -130,6 +133,7 @@ def test_page_in_a_browser(server: Running, tmp_path: Path, width: int) -> None:
     assert found["titles"] == ["Full cache", "snapkv, 90%", "streaming, 90%"]
     assert found["rows"][0] == "stored"
     assert found["percent"] == "90%"
+    assert found["hidden"] == [True, True]  # no key is needed, and there are no sample cards
     assert found["layers"] == 5
     assert found["before"]["full"] == found["after"]["full"]
     for key in ("first", "second"):
@@ -161,8 +165,8 @@ class Chromium:
 
         command = [
             str(browser()), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-            "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
-            "--remote-debugging-pipe", f"--user-data-dir={self.folder / 'profile'}", "about:blank",
+            "--disable-background-networking", "--disable-component-update", "--disable-sync",
+            "--disable-dev-shm-usage", "--remote-debugging-pipe", f"--user-data-dir={self.folder / 'profile'}", "about:blank",
         ]  # fmt: skip
         self.process = subprocess.Popen(
             command, preexec_fn=descriptors, close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -211,9 +215,7 @@ class Chromium:
         self.call("Page.navigate", self.session, url=url)
 
     def run(self, script: str) -> str:
-        found = self.call(
-            "Runtime.evaluate", self.session, expression=script, awaitPromise=True, returnByValue=True
-        )
+        found = self.call("Runtime.evaluate", self.session, expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in found, found
         return str(found["result"]["value"])
 

@@ -68,7 +68,11 @@ def test_two_replicas(cluster: str, tmp_path: Path) -> None:
 
     def ask(stream: bool = False) -> str:
         reply = client.chat.completions.create(
-            model=served.MODEL, messages=[{"role": "user", "content": content}], max_tokens=8, temperature=0, stream=stream
+            model=served.MODEL,
+            messages=[{"role": "user", "content": content}],
+            max_tokens=8,
+            temperature=0,
+            stream=stream,
         )
         if stream:
             return "".join(chunk.choices[0].delta.content or "" for chunk in reply)
@@ -93,4 +97,6 @@ def test_two_replicas(cluster: str, tmp_path: Path) -> None:
 def replicas(ray: Any) -> list[Any]:
     from ray.util.state import list_actors
 
-    return [vars(actor) for actor in list_actors(filters=[("state", "=", "ALIVE")]) if "ServeReplica" in actor.class_name]
+    return [
+        vars(actor) for actor in list_actors(filters=[("state", "=", "ALIVE")]) if "ServeReplica" in actor.class_name
+    ]

@@ -57,11 +57,15 @@ def serve_command() -> list[str]:
 def test_the_command_serves_a_folder(tmp_path: Path) -> None:
     folder = tiny_folder.save(tmp_path / "model", chat=True)
     arguments = [str(folder), "--port", "0", "--method", "snapkv", "--set", "window=4", "--budget", "50%"]
-    process, address = start([*arguments, "--served-model-name", served.MODEL, "--max-new-tokens", "5"], FOVEAKV_API_KEY="k")
+    process, address = start(
+        [*arguments, "--served-model-name", served.MODEL, "--max-new-tokens", "5"], FOVEAKV_API_KEY="k"
+    )
     try:
         assert httpx.get(f"{address}/v1/models").status_code == 401
         body = {"model": served.MODEL, "messages": [{"role": "user", "content": "hello"}]}
-        answer = httpx.post(f"{address}/v1/chat/completions", json=body, headers={"authorization": "Bearer k"}, timeout=60)
+        answer = httpx.post(
+            f"{address}/v1/chat/completions", json=body, headers={"authorization": "Bearer k"}, timeout=60
+        )
         assert answer.json()["usage"]["completion_tokens"] == 5
         assert answer.json()["usage"]["foveakv"]["settings"]["window"] == 4
     finally:

@@ -43,11 +43,9 @@ def serve(
     ] = None,
     api_key: Annotated[
         str | None,
-        typer.Option(help=f"Key that requests must bring. Better set {KEY_VARIABLE}: a command line is visible to all."),
+        typer.Option(help=f"Key that requests must bring. Better set {KEY_VARIABLE}: command lines are visible."),
     ] = None,
-    served_model_name: Annotated[
-        str | None, typer.Option(help="The model's name in requests; default: MODEL.")
-    ] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="The model's name in requests; default: MODEL.")] = None,
     allow_methods: Annotated[
         str | None, typer.Option(help="Methods that requests may choose, separated by commas; default: all.")
     ] = None,
@@ -116,24 +114,24 @@ def serve(
         raise InputError(f"--engine is transformers or vllm, not {engine}")
     if vllm_arg or print_command:
         raise InputError("--vllm-arg and --print-command belong to --engine vllm")
+    policy = {
+        "method": method, "options": options, "kv_dtype": kv_dtype, "residual_length": residual_length,
+        "allowed": None if allow_methods is None else tuple(_names(allow_methods)), "max_budget": max_budget,
+        "per_request": per_request,
+    }  # fmt: skip
+    limits = {
+        "kv_bytes": None if kv_bytes is None else _bytes("--kv-bytes", kv_bytes), "max_queue": max_queue,
+        "max_running": max_running, "max_new_tokens": max_new_tokens, "max_prompt_tokens": max_prompt_tokens,
+        "max_choices": max_choices, "max_images": max_images, "max_total_pixels": max_total_pixels,
+        "max_image_bytes": _bytes("--max-image-bytes", max_image_bytes), "max_image_pixels": max_image_pixels,
+        "max_body_bytes": _bytes("--max-body-bytes", max_body_bytes), "request_seconds": request_seconds,
+    }  # fmt: skip
+    images = {"allow_urls": allow_urls or allow_private_urls, "allow_private_urls": allow_private_urls}
+    loading = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    address = host, port, tuple(allow_host or ())
     _serve_here(
-        model,
-        dict(
-            method=method, options=options, kv_dtype=kv_dtype, residual_length=residual_length,
-            allowed=None if allow_methods is None else tuple(_names(allow_methods)), max_budget=max_budget,
-            per_request=per_request,
-        ),
-        dict(
-            kv_bytes=None if kv_bytes is None else _bytes("--kv-bytes", kv_bytes), max_queue=max_queue,
-            max_running=max_running, max_new_tokens=max_new_tokens, max_prompt_tokens=max_prompt_tokens,
-            max_choices=max_choices, max_images=max_images, max_total_pixels=max_total_pixels,
-            max_image_bytes=_bytes("--max-image-bytes", max_image_bytes), max_image_pixels=max_image_pixels,
-            max_body_bytes=_bytes("--max-body-bytes", max_body_bytes), request_seconds=request_seconds,
-        ),
-        dict(allow_urls=allow_urls or allow_private_urls, allow_private_urls=allow_private_urls, root=image_root),
-        host, port, tuple(allow_host or ()), key, served_model_name or model,
-        dict(device=device, dtype=dtype, trust_remote_code=trust_remote_code),
-    )  # fmt: skip
+        model, policy, limits, {**images, "root": image_root}, address, key, served_model_name or model, loading
+    )
 
 
 def _serve_here(
@@ -141,9 +139,7 @@ def _serve_here(
     policy: dict[str, Any],
     limits: dict[str, Any],
     images: dict[str, Any],
-    host: str,
-    port: int,
-    more_hosts: tuple[str, ...],
+    address: tuple[str, int, tuple[str, ...]],
     key: str | None,
     name: str,
     loading: dict[str, Any],
@@ -153,6 +149,7 @@ def _serve_here(
     from foveakv.serving.images import ImageReader
     from foveakv.serving.limits import Limits
 
+    host, port, more_hosts = address
     rules, bounds = Policy(**policy), Limits(**limits)
     if images["root"] is not None and not images["root"].is_dir():
         raise InputError(f"--image-root: there is no folder {images['root']}")
@@ -166,8 +163,8 @@ def _serve_here(
     if key is None and not server.is_loopback(host):
         say.print(f"warning: {host} can be reached by others, and there is no --api-key", highlight=False)
     shown = f"[{host}]" if ":" in host else host
-    address = f"http://{shown}:{socket.getsockname()[1]}"
-    say.print(f"{name} on {address} (page), {address}/v1 (API); Ctrl-C stops", highlight=False, soft_wrap=True)
+    url = f"http://{shown}:{socket.getsockname()[1]}"
+    say.print(f"{name} on {url} (page), {url}/v1 (API); Ctrl-C stops", highlight=False, soft_wrap=True)
     server.make_server(app).run(sockets=[socket])
 
 
@@ -192,7 +189,7 @@ def _run_vllm(command: list[str], print_command: bool) -> None:
 def _only_here(given: dict[str, Any]) -> None:
     for name, value in given.items():
         if value is not None:
-            raise InputError(f"--{name.replace('_', '-')} belongs to --engine transformers; vLLM has options of its own")
+            raise InputError(f"--{name.replace('_', '-')} belongs to --engine transformers; vLLM has its own options")
 
 
 def _names(text: str) -> list[str]:

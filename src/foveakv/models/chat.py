@@ -1,7 +1,7 @@
 """Build the inputs of `generate` from chat messages with images at any place.
 
-A processor with a chat template renders the messages with it. Without a template the parts of all messages are joined in
-order, without role names: a system message ends with a line break and a reply with the model's end token, as in
+A processor with a chat template renders the messages with it. Without a template the parts of all messages are joined
+in order, without role names: a system message ends with a line break and a reply with the model's end token, as in
 `foveakv.evaluation.decoding`.
 """
 

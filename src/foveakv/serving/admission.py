@@ -25,8 +25,8 @@ class Sizes:
         config = compat.text_config_of(model)
         layers = compat.default_layers(config)
         self.layers = sum(type(layer) is compat.DynamicLayer for layer in layers)
-        self.windows = [int(getattr(each, "sliding_window", 0) or 0) for each in layers]
-        self.windows = [w for each, w in zip(layers, self.windows, strict=True) if type(each) is not compat.DynamicLayer]
+        others = [layer for layer in layers if type(layer) is not compat.DynamicLayer]
+        self.windows = [int(getattr(layer, "sliding_window", 0) or 0) for layer in others]
         self.kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.head_dim = head_dim(config)
         self.itemsize = model.dtype.itemsize

@@ -28,7 +28,9 @@ READERS = 4
 """Requests whose images are read at the same time."""
 
 
-def create_app(service: Service, *, api_key: str | None = None, hosts: tuple[str, ...] | None = None) -> fastapi.FastAPI:
+def create_app(
+    service: Service, *, api_key: str | None = None, hosts: tuple[str, ...] | None = None
+) -> fastapi.FastAPI:
     """Create the application.
 
     Args:
@@ -258,5 +260,3 @@ async def _not_found(request: Request, error: Exception) -> Response:
     status = getattr(error, "status_code", 500)
     what = {404: "there is nothing here", 405: "this method is not allowed here"}.get(status, "the request failed")
     return error_response(ApiError(status, f"{request.method} {request.url.path[:200]}: {what}"))
-
-

@@ -36,7 +36,8 @@ class Policy:
 
     method: used where a request names none. options: the default's options, its budget included. kv_dtype,
     residual_length: of the caches. allowed: methods that requests may name; None: all that the server can make.
-    max_budget: the largest share of the prompt that a request may keep. per_request: whether requests may choose at all.
+    max_budget: the largest share of the prompt that a request may keep. per_request: whether requests may choose at
+    all.
 
     Raises:
         MethodError: the default method or one of the allowed ones does not exist or cannot be made.

@@ -1,7 +1,8 @@
 """What the HTTP application needs of an engine: submit, cancel, and events.
 
-An engine decides itself when a request runs and how decode steps are scheduled. `transformers_engine.TransformersEngine`
-runs one step of one sequence at a time; an engine that batches steps over requests has the same interface.
+An engine decides itself when a request runs and how decode steps are scheduled.
+`transformers_engine.TransformersEngine` runs one step of one sequence at a time; an engine that batches steps over
+requests has the same interface.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ FinishReason: TypeAlias = Literal["stop", "length"]
 class Generation:
     """A request that is ready to run.
 
-    inputs: of the model's forward pass, with a batch of one. images: (width, height) of the prompt's images. choice: its
-    method. choices: number of answers. stops: strings that end an answer. max_new_tokens: for each answer. logprobs:
-    number of alternatives for each token; None: no log-probabilities. kept: report which patches are stored.
+    inputs: of the model's forward pass, with a batch of one. images: (width, height) of the prompt's images. choice:
+    its method. choices: number of answers. stops: strings that end an answer. max_new_tokens: for each answer.
+    logprobs: number of alternatives for each token; None: no log-probabilities. kept: report which patches are stored.
     """
 
     inputs: Mapping[str, Any]
@@ -80,9 +81,12 @@ Sink: TypeAlias = Callable[[Event], None]
 
 @dataclass(frozen=True)
 class Status:
-    """queue: requests that wait. running: answers that are being decoded. reserved_bytes: KV bytes that running requests
-    may come to store. stored_bytes, full_bytes, host_bytes: of running requests, on the device, without compression, and
-    in the backing store. alive: whether the engine still takes requests."""
+    """The load of an engine.
+
+    queue: requests that wait. running: answers that are being decoded. reserved_bytes: KV bytes that running requests
+    may come to store. stored_bytes, full_bytes, host_bytes: of running requests, on the device, without compression,
+    and in the backing store. alive: whether the engine still takes requests.
+    """
 
     queue: int
     running: int

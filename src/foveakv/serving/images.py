@@ -66,7 +66,9 @@ class ImageReader:
             try:
                 found.append(self._decode(self._content(url), self.limits.max_total_pixels - pixels))
             except ApiError as error:
-                raise ApiError(error.status, f"image {number + 1}: {error}", param="messages", code=error.code) from None
+                raise ApiError(
+                    error.status, f"image {number + 1}: {error}", param="messages", code=error.code
+                ) from None
             pixels += found[-1].width * found[-1].height
         return found
 

@@ -27,8 +27,8 @@ class _Sized:
 class Kept:
     """Shares of KV heads that store each patch.
 
-    grids: (rows, columns) of each image's patches; None where they form no grid. shares: for each image, over all layers.
-    layers: the same for each compressed layer; empty unless asked for.
+    grids: (rows, columns) of each image's patches; None where they form no grid. shares: for each image, over all
+    layers. layers: the same for each compressed layer; empty unless asked for.
     """
 
     grids: list[tuple[int, int] | None]
@@ -43,8 +43,8 @@ class Kept:
 def kept_patches(cache: CompressedCache, sizes: Sequence[tuple[int, int]], layers: bool = False) -> Kept | None:
     """Return the patches that a cache stores.
 
-    cache: of one sequence. sizes: (width, height) of the prompt's images. None: the image tokens of this model cannot be
-    assigned to its images.
+    cache: of one sequence. sizes: (width, height) of the prompt's images. None: the image tokens of this model cannot
+    be assigned to its images.
     """
     images: list[Any] = [_Sized(size) for size in sizes]
     prompt = cache.full_prompt.to("cpu")

@@ -28,10 +28,10 @@ KEY_VARIABLE = "FOVEAKV_API_KEY"
 class ReplicaSettings:
     """Settings of the application; all may be given as text.
 
-    model, name: the model, and its name in requests (default: the model). method, budget, kv_dtype: of requests that name
-    none. options: of the method. replicas: their number; with max_replicas Ray adds and removes replicas between the two
-    by the number of requests. gpus, cpus: of each replica. device, dtype: of the model; default: see `foveakv.load`.
-    max_queue: requests that may wait in a replica. request_seconds: the longest time of a request.
+    model, name: the model, and its name in requests (default: the model). method, budget, kv_dtype: of requests that
+    name none. options: of the method. replicas: their number; with max_replicas Ray adds and removes replicas between
+    the two by the number of requests. gpus, cpus: of each replica. device, dtype: of the model; default: see
+    `foveakv.load`. max_queue: requests that may wait in a replica. request_seconds: the longest time of a request.
     """
 
     model: str = "demo"

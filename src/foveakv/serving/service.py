@@ -54,12 +54,12 @@ class Service:
             raise ApiError(400, f"n is at most {self.limits.max_choices} on this server", param="n")
         asked = request.max_completion_tokens or request.max_tokens or 0
         if asked > self.limits.max_new_tokens:
-            raise ApiError(400, f"max_tokens is at most {self.limits.max_new_tokens} on this server", param="max_tokens")
+            raise ApiError(
+                400, f"max_tokens is at most {self.limits.max_new_tokens} on this server", param="max_tokens"
+            )
         size = sum(len(part.text) for m in request.messages for part in m.content if isinstance(part, TextPart))
         if size > self.limits.max_text_chars:
-            raise ApiError(
-                400, f"the texts have more than {self.limits.max_text_chars:,} characters", param="messages"
-            )
+            raise ApiError(400, f"the texts have more than {self.limits.max_text_chars:,} characters", param="messages")
         if any(_urls(message) for message in request.messages if message.role != "user"):
             raise ApiError(400, "images belong in messages of the user", param="messages")
         self.images.check([url for message in request.messages for url in _urls(message)])
@@ -105,8 +105,8 @@ class Service:
         left = self.positions - tokens if self.positions else self.limits.max_new_tokens
         if left < (asked or 1):
             message = (
-                f"the model has {self.positions:,} positions; the prompt has {tokens:,} tokens, and {asked or 1:,} more "
-                "were asked for"
+                f"the model has {self.positions:,} positions; the prompt has {tokens:,} tokens, and {asked or 1:,} "
+                "more were asked for"
             )
             raise ApiError(400, message, param="messages", code="context_length_exceeded")
         return asked or min(left, self.limits.max_new_tokens)

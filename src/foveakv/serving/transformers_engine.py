@@ -1,7 +1,7 @@
 """Serve requests with transformers and any method: one worker thread, which owns the model.
 
-The worker reads one prompt at a time and then runs one decode step of each running answer in turn, so that a long answer
-does not hold up short ones. Steps of several requests are not batched: each has a cache of its own.
+The worker reads one prompt at a time and then runs one decode step of each running answer in turn, so that a long
+answer does not hold up short ones. Steps of several requests are not batched: each has a cache of its own.
 """
 
 from __future__ import annotations
@@ -254,8 +254,8 @@ class TransformersEngine:
         if reserved > self.kv_bytes:
             raise ApiError(
                 503,
-                f"{job.generation.choice.method.name} stores more of this prompt than expected, and the server's memory "
-                "for caches is full; use a smaller budget, or try again later",
+                f"{job.generation.choice.method.name} stores more of this prompt than expected, and the server's "
+                "memory for caches is full; use a smaller budget, or try again later",
                 kind="server_error",
                 code="overloaded",
                 retry_after=5,

