@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 
-MISSING = "the server's packages are missing: pip install 'foveakv[serve,test]'"
-pytest.importorskip("fastapi", reason=MISSING)
-pytest.importorskip("uvicorn", reason=MISSING)
-pytest.importorskip("prometheus_client", reason=MISSING)
-httpx = pytest.importorskip("httpx", reason=MISSING)
-openai = pytest.importorskip("openai", reason=MISSING)
+pytest.importorskip("fastapi", reason="the server's packages are missing: pip install 'foveakv[serve,test]'")
+pytest.importorskip("uvicorn", reason="the server's packages are missing: pip install 'foveakv[serve,test]'")
+pytest.importorskip("prometheus_client", reason="the server's packages are missing: pip install 'foveakv[serve,test]'")
+pytest.importorskip("openai", reason="the server's packages are missing: pip install 'foveakv[serve,test]'")
+pytest.importorskip("httpx", reason="the server's packages are missing: pip install 'foveakv[serve,test]'")
 
 import families
+import httpx
+import openai
 import tiny_folder
 
 from foveakv.models import Loaded
@@ -49,7 +50,7 @@ class Running:
         messages = [{"role": "user", "content": content}]
         return self.client.chat.completions.create(model=MODEL, messages=messages, **options)
 
-    def post(self, body: Any, **headers: str) -> Any:
+    def post(self, body: Any, **headers: str) -> httpx.Response:
         """A raw request."""
         raw = {"content": body} if isinstance(body, (bytes, str)) else {"json": body}
         return httpx.post(
@@ -74,7 +75,7 @@ def _counts(service: Service) -> tuple[int, int, int, int]:
     return status.queue, status.running, status.stored_bytes, status.reserved_bytes
 
 
-def error_of(response: Any, status: int) -> dict[str, Any]:
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     """The error in a response; every error has the same form, and a message."""
     assert response.status_code == status, response.text
     error: dict[str, Any] = response.json()["error"]

@@ -166,7 +166,8 @@ class Chromium:
         command = [
             str(browser()), "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
             "--disable-background-networking", "--disable-component-update", "--disable-sync",
-            "--disable-dev-shm-usage", "--remote-debugging-pipe", f"--user-data-dir={self.folder / 'profile'}", "about:blank",
+            "--disable-dev-shm-usage", "--remote-debugging-pipe", f"--user-data-dir={self.folder / 'profile'}",
+            "about:blank",
         ]  # fmt: skip
         self.process = subprocess.Popen(
             command, preexec_fn=descriptors, close_fds=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
