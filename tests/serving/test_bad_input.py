@@ -11,13 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
-import openai
 import pytest
 import served
 import tiny_folder
 from PIL import Image
-from served import MODEL, SNAPKV, Running, data_url, error_of, part, picture_part, running, text
+from served import MODEL, SNAPKV, Running, data_url, error_of, httpx, openai, part, picture_part, running, text
 
 from foveakv.serving.choice import Policy
 from foveakv.serving.limits import Limits

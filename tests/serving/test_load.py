@@ -13,13 +13,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import families
-import httpx
-import openai
 import pytest
 import served
 import tiny_folder
 import torch
-from served import MODEL, Running, error_of, eventually, picture_part, running, text
+from served import MODEL, Running, error_of, eventually, httpx, openai, picture_part, running, text
 
 from foveakv.engines.transformers.cache import CompressedCache
 from foveakv.models import Loaded

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import served
 import tiny_folder
-from served import Running, running
+from served import Running, httpx, running
 
 from foveakv.serving.choice import Policy
 from foveakv.serving.page import FILES

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import command_lines
-import httpx
 import pytest
 import served
 import tiny_folder
 from checkout import ROOT
+from served import httpx
 from typer.testing import CliRunner
 
 from foveakv.cli import app
