@@ -138,7 +138,7 @@ def test_every_command_is_documented() -> None:
 
 def test_options_of_the_command_line_are_documented() -> None:
     page = (ROOT / "docs/cli.md").read_text()
-    for command in ("generate", "compare", "tune"):
+    for command in ("generate", "compare", "tune", "serve"):
         text = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
         options = set(re.findall(r"--[a-z][a-z-]+", text)) - {"--help", "--no-trust-remote-code"}
         assert [option for option in sorted(options) if option not in page] == []

@@ -21,6 +21,7 @@ from foveakv.cli.generate import generate
 from foveakv.cli.kernels import kernels
 from foveakv.cli.methods import methods
 from foveakv.cli.models import models
+from foveakv.cli.serve import serve
 from foveakv.cli.show import show
 from foveakv.cli.tune import tune
 
@@ -31,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (generate, compare, show, tune, methods, models, doctor):
+for command in (generate, compare, show, tune, serve, methods, models, doctor):
     app.command()(command)
 app.add_typer(evaluation, name="eval")
 app.add_typer(analyze, name="analyze")

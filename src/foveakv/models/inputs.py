@@ -46,17 +46,25 @@ def build_inputs(
         raise InputError(
             f"{type(processor).__name__} takes no images, and {len(given)} were given; is this a text-only model?"
         )
-    text = _render(processor, pieces)
+    return process(processor, _render(processor, pieces), given, model)
+
+
+def process(processor: Any, text: str, images: Sequence[Any], model: Any = None) -> dict[str, Any]:
+    """Run the processor on a complete prompt text, in which the model's image token marks the place of each image.
+
+    Returns and errors: see `build_inputs`.
+    """
     options: dict[str, Any] = {"text": text, "return_tensors": "pt"}
     bos = getattr(getattr(processor, "tokenizer", processor), "bos_token", None)
     if bos and text.startswith(bos):
         options["add_special_tokens"] = False  # the template wrote it already
-    if given:
-        options["images"] = given
+    if images:
+        options["images"] = list(images)
     try:
         inputs = dict(processor(**options))
     except (ValueError, IndexError, TypeError) as error:
-        raise InputError(f"{type(processor).__name__} refused this prompt with {len(given)} images: {error}") from error
+        what = f"{type(processor).__name__} refused this prompt with {len(images)} images"
+        raise InputError(f"{what}: {error}") from error
     return inputs if model is None else _move(inputs, model)
 
 

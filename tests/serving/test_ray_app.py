@@ -1,0 +1,102 @@
+"""Replicas with Ray Serve on loopback: both answer, streams work, and a killed replica loses only its own requests."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import served
+import tiny_folder
+
+pytest.importorskip("ray.serve", reason="Ray Serve is missing: pip install 'foveakv[ray]'")
+
+from foveakv.errors import FoveaKVError
+from foveakv.serving.ray_app import ReplicaSettings, build
+
+
+def test_settings_are_read_from_text() -> None:
+    settings = ReplicaSettings.read({"model": "m", "replicas": "2", "gpus": "0.5", "method": "snapkv", "budget": "0.1"})
+    assert (settings.replicas, settings.gpus) == (2, 0.5)
+    assert settings.policy().default().method.budget == 0.1  # type: ignore[attr-defined]
+    assert build({"replicas": "2", "max_replicas": "4"})
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"replica": 1}, {"replicas": "two"}, {"method": "nothing"}, {"method": "full", "budget": 0.1}], ids=str
+)
+def test_mistakes_in_settings(wrong: dict[str, Any]) -> None:
+    with pytest.raises(FoveaKVError):
+        build(wrong)
+
+
+@pytest.fixture
+def cluster() -> Iterator[Any]:
+    import ray
+    from ray import serve
+
+    paths = os.pathsep.join([str(Path(__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")])
+    ray.init(
+        num_cpus=4, object_store_memory=200 * 2**20, include_dashboard=False, log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}},
+    )  # fmt: skip
+    try:
+        with served.connect_free() as port:
+            pass
+        serve.start(http_options={"host": "127.0.0.1", "port": port})
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        serve.shutdown()
+        ray.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_replicas(cluster: str, tmp_path: Path) -> None:
+    import openai
+    import ray
+    from ray import serve
+
+    folder = tiny_folder.save(tmp_path / "model", chat=True)
+    settings = {"model": str(folder), "name": served.MODEL, "method": "snapkv", "options": {"window": 4}, "budget": 0.5}
+    serve.run(build({**settings, "replicas": 2, "cpus": 0.5}), name="foveakv")
+    client = openai.OpenAI(base_url=f"{cluster}/v1", api_key="none", max_retries=0, timeout=120)
+    content: Any = [served.picture_part(), served.text("what?")]
+
+    def ask(stream: bool = False) -> str:
+        reply = client.chat.completions.create(
+            model=served.MODEL,
+            messages=[{"role": "user", "content": content}],
+            max_tokens=8,
+            temperature=0,
+            stream=stream,
+        )
+        if stream:
+            return "".join(chunk.choices[0].delta.content or "" for chunk in reply)
+        return str(reply.choices[0].message.content)
+
+    answer = ask()
+    assert {ask(i % 2 == 0) for i in range(12)} == {answer}
+    pids = {actor["pid"] for actor in replicas(ray)}
+    assert len(pids) == 2
+    os.kill(pids.pop(), signal.SIGKILL)
+    lost = 0
+    for _ in range(12):
+        try:
+            assert ask() == answer
+        except openai.APIError:
+            lost += 1
+    assert lost <= 1
+    assert served.eventually(lambda: len({actor["pid"] for actor in replicas(ray)}) == 2, 120)
+    assert ask() == answer
+
+
+def replicas(ray: Any) -> list[Any]:
+    from ray.util.state import list_actors
+
+    return [
+        vars(actor) for actor in list_actors(filters=[("state", "=", "ALIVE")]) if "ServeReplica" in actor.class_name
+    ]
