@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from foveakv.methods.ddes import RecycleBin, check_room
 from foveakv.methods.hae_options import check_options, of_stages
 from foveakv.methods.hae_presets import PRESETS
 from foveakv.methods.hae_state import HAEState, Sizes
+from foveakv.methods.presets import Presets
 from foveakv.methods.prompt_scores import prompt_scores
 from foveakv.methods.results import Results
 from foveakv.methods.score_layers import CALIBRATED, Chosen, choose_layers, named_layers
@@ -42,7 +43,7 @@ _ALL, _TEXT = Observes(queries="all", attention_sum=True), Observes(queries="tex
 
 
 @dataclass
-class HAE(Method):
+class HAE(Presets, Method):
     """Prune visual tokens by one layer's text attention; while decoding, evict `recycle_bin_size` tokens at once.
 
     DAP: A[i, j] is the attention from text token i to visual token j in the deciding layer, averaged over heads (the
@@ -131,19 +132,18 @@ class HAE(Method):
     _chosen: Chosen | None = field(default=None, init=False, repr=False, compare=False)
 
     name: ClassVar[str] = "hae"
+    presets: ClassVar[dict[str, dict[str, Any]]] = PRESETS
 
     @classmethod
-    def preset(cls, name: str, **options: Any) -> HAE:
-        """Return the paper's settings, for one of its models (see `PRESETS`), overridden by `options`.
+    def preset(cls, name: str, **options: Any) -> Self:
+        """Return the paper's settings, for one of its models, overridden by `options`.
 
         Settings of a stage that the options disable are left out.
 
         Raises:
             MethodError: there is no such preset.
         """
-        if name not in PRESETS:
-            raise MethodError(f"HAE has no preset {name!r}; choose one of {', '.join(PRESETS)}")
-        return cls(**{**of_stages(PRESETS[name], options), **options})
+        return cls(**{**of_stages(cls.preset_options(name), options), **options})
 
     def __post_init__(self) -> None:
         check_options(self)
