@@ -15,13 +15,14 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
+from foveakv.core.columns import newest
 from foveakv.errors import MethodError, NoVisualTokensError
 from foveakv.methods.base import Method, ModelFacts
 from foveakv.methods.dap import DAP, TextStats, described, room_for_visual, text_stats
 from foveakv.methods.ddes import RecycleBin, check_room
 from foveakv.methods.hae_options import check_options, of_stages
 from foveakv.methods.hae_presets import PRESETS
-from foveakv.methods.hae_state import HAEState, Sizes
+from foveakv.methods.hae_state import HAEState, Sizes, newest_kept
 from foveakv.methods.presets import Presets
 from foveakv.methods.prompt_scores import prompt_scores
 from foveakv.methods.results import Results
@@ -67,7 +68,7 @@ class HAE(Presets, Method):
         relative: r is a multiple of the uniform share 1 / V, and so independent of the number V of visual tokens (not
             in the paper).
         alpha: threshold of Eq. 3; None = no individual test (not in the paper).
-        c: the most visual tokens to evict per sequence; None = no limit.
+        c: the most visual tokens that the tests evict per sequence; None = no limit.
         target_visual_tokens: number of visual tokens to keep per sequence, or their share, those with the highest a_j
             (with criterion="variance" the highest variance); replaces the tests (not in the paper).
         criterion: "dual" (the paper's equations), "variance" (tokens whose variance over text rows is below the
@@ -96,8 +97,8 @@ class HAE(Presets, Method):
         statistics: also measure the deciding layer's attention to visual and text tokens: the share of probabilities
             up to 1e-4 (the paper's sparsity) and the mean variance.
 
-    `results` has `evicted_visual` (tokens that DAP evicted, per sequence), `score_layers`, `evicted_prompt` (slots
-    evicted to reduce the prompt to l), the statistics, and the figures of `ddes.BinState`.
+    `results` has `evicted_visual` (tokens that left all layers at the prompt, per sequence), `score_layers`,
+    `evicted_prompt` (slots evicted to reduce the prompt to l), the statistics, and the figures of `ddes.BinState`.
     """
 
     budget: float | int | str | None = None
@@ -287,8 +288,10 @@ class HAE(Presets, Method):
         fits = self.prompt_ranking == "deciding" and self.compress_prompt and self.target_visual_tokens is None
         if not (fits and self.ddes and self.budget is not None):
             return gone
-        room = room_for_visual(view.budget_tokens(self.budget, steady=True), view.prompt)
-        return gone | self._rules.beyond(stats, visual & ~gone, room)
+        steady, real = view.budget_tokens(self.budget, steady=True), view.prompt.real
+        protected = newest(real, newest_kept(steady, self.recent, self.sink)) | (real & (real.cumsum(-1) <= self.sink))
+        left = visual & ~gone & ~protected
+        return gone | self._rules.beyond(stats, left, room_for_visual(steady, view.prompt, visual & ~protected))
 
     def redundant(self, sums: Tensor, maxima: Tensor, variance: Tensor, visual: Tensor) -> Tensor:
         """Return the visual tokens that DAP evicts: bool [B, C].
