@@ -18,7 +18,7 @@ inputs = processor(
     return_tensors="pt",
 ).to(model.device)
 
-with foveakv.compress(model, HAE(relative=True, alpha=None, budget=0.5, recent=16)) as session:
+with foveakv.compress(model, HAE(budget=0.5)) as session:
     output = model.generate(**inputs, max_new_tokens=4, do_sample=False)
 
 for i, sample in enumerate(samples):

@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 import foveakv
+from foveakv.methods.hae_options import of_stages
 
 METHODS = foveakv.methods.available()
 
@@ -120,7 +121,10 @@ def settings(name: str) -> dict[str, Any]:
 
 def method(name: str, **options: Any) -> Any:
     """The method with small settings, changed by `options`."""
-    return foveakv.methods.get(name, **{**settings(name), **options})
+    small = settings(name)
+    if name == "hae":  # without settings of a stage that the options disable
+        small = of_stages(small, options)
+    return foveakv.methods.get(name, **{**small, **options})
 
 
 def default(name: str) -> Any:

@@ -52,8 +52,8 @@ def test_with_little_room_for_images_every_layer_chooses(model):
 
 def test_room_at_its_edges():
     prompt = PromptMap(torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, -1], [0, 0, 0, 0, 1, 1, 1, 1, 1]]))
-    assert room_for_visual(torch.tensor([4, 7]), prompt).tolist() == [2, 3]
-    assert room_for_visual(torch.tensor([3, 6]), prompt).tolist() == [9, 9]
+    assert room_for_visual(torch.tensor([4, 7]), prompt, prompt.visual).tolist() == [2, 3]
+    assert room_for_visual(torch.tensor([3, 6]), prompt, prompt.visual).tolist() == [9, 9]
 
 
 def test_an_explicit_number_of_visual_tokens_wins(model):

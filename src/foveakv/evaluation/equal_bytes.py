@@ -44,9 +44,10 @@ def at(summary: Summary, series: str, share: float, kind: Kind = "total") -> At 
         if cost is not None:
             points.append((cost, candidate.label))
     points.sort()
-    for cost, label in points:
-        if math.isclose(cost, share, rel_tol=0.02):
-            return At(summary.accuracy(summary.ranked, label), (label,))
+    near = [(abs(cost - share), label) for cost, label in points if math.isclose(cost, share, rel_tol=0.02)]
+    if near:
+        label = min(near)[1]
+        return At(summary.accuracy(summary.ranked, label), (label,))
     for (low, below), (high, above) in itertools.pairwise(points):
         if low < share < high:
             weight = math.log(share / low) / math.log(high / low)

@@ -24,7 +24,7 @@ GRIDS: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "hybridkv": {
         "window": ("auto", 4, 8, 16), "theta_quantile": (None, 0.5, 0.7, 0.8), "chunk_size": ("auto", 4, 8, 16),
-        "digest_dtype": ("int8", "int4"), "rho": (0.5, 0.75, 0.9), "visual_share": (0.0, 0.5),
+        "digest_dtype": ("auto", "int8", "int4"), "rho": ("auto", 0.5, 0.75, 0.9), "visual_share": (0.0, 0.5),
     },
     "lookm": {"recent_ratio": (0.25, 0.5, 0.75), "merge": ("pivot", "none"), "visual_share": (0.0, 0.5)},
     "mixkv": {**_WINDOW, "intrinsic": ("value_norm", "key_norm", "none")},

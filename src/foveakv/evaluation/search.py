@@ -229,6 +229,9 @@ class _Table:
         return stratified.mean([stratified.common([own.get(task, {})]) for task in self.tasks], stratified.first)
 
     def gap(self, one: str, other: str) -> Interval:
+        """One's mean score less the other's."""
+        if one == other:
+            return Interval(0.0, 0.0, 0.0, self.mean(one).n)
         mine, theirs = self.scores.get(one, {}), self.scores.get(other, {})
         pairs = [stratified.common([mine.get(task, {}), theirs.get(task, {})]) for task in self.tasks]
         return stratified.mean(pairs, stratified.difference)

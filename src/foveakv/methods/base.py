@@ -91,7 +91,9 @@ class Method:
         return None
 
     def for_model(self, model: ModelFacts) -> Method:
-        """Return the method with which the caches of a model are made; called once, before anything else.
+        """Return the method with which the caches of a model are made; called when a session is opened or a cache made.
+
+        Declarations (`observes`, `granularity`, ...) may be read before that.
 
         Override it if settings depend on the model, such as shares of its depth: return a changed copy, whose
         `describe` still shows what the user asked for.

@@ -102,13 +102,14 @@ class DAP:
         return visual & ~keep_top(rank.masked_fill(~visual, -torch.inf), most)
 
 
-def room_for_visual(steady: Tensor, prompt: PromptMap) -> Tensor:
-    """Return how many visual tokens fit beside all other tokens: int64 [B], or all of them where less than two fifths
-    of the steady size would be left.
+def room_for_visual(steady: Tensor, prompt: PromptMap, visual: Tensor) -> Tensor:
+    """Return how many tokens of `visual` fit beside all other tokens: int64 [B], or all of them where less than two
+    fifths of the steady size would be left.
 
-    steady: int64 [B], tokens that DDES stores. Not in the paper, where DDES reduces nothing before the first step.
+    steady: int64 [B], tokens that DDES stores. visual: bool [B, C], visual tokens that may be evicted. Not in the
+    paper, where DDES reduces nothing before the first step.
     """
-    room = steady - (prompt.real & ~prompt.visual).sum(-1)
+    room = steady - (prompt.real & ~visual).sum(-1)
     return torch.where(room * 5 >= steady * 2, room, prompt.columns)
 
 

@@ -17,7 +17,7 @@ from foveakv.errors import MethodError
 from foveakv.methods.base import Method, ModelFacts
 from foveakv.methods.checks import flag, share, whole_number
 from foveakv.methods.results import Results
-from foveakv.methods.score_layers import Chosen, check_layers, choose_layers
+from foveakv.methods.score_layers import Chosen, check_layers, choose_layers, named_layers
 from foveakv.methods.views import Decision, Granularity, Observes, PrefillView, PromptView, ResultView, State
 
 
@@ -58,6 +58,11 @@ class FastV(Method):
     def __post_init__(self) -> None:
         if isinstance(self.layer, (float, str)):
             check_layers(self.name, "layer", self.layer)
+            if named_layers(self.layer) is not None:
+                raise MethodError(
+                    'fastv: layer must be K, a whole number from 1 (2), a share of the depth (0.5), "calibrated" or a '
+                    f"calibration file; got {self.layer!r}"
+                )
         else:
             whole_number(self.name, "layer", self.layer, 1, "layers are counted from 1")
         share(self.name, "ratio", self.ratio, above_zero=True, meaning="the share of visual tokens to evict")
@@ -73,7 +78,7 @@ class FastV(Method):
 
     @property
     def _scoring(self) -> int:
-        """Index of the scoring layer; 0 as long as it depends on an unknown model."""
+        """Index of the scoring layer; 0 as long as it depends on an unknown model, see `Method.for_model`."""
         if isinstance(self.layer, Integral):
             return int(self.layer) - 1
         return 0 if self._chosen is None else self._chosen.single

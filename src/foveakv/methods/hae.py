@@ -10,18 +10,20 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
 
+from foveakv.core.columns import newest
 from foveakv.errors import MethodError, NoVisualTokensError
 from foveakv.methods.base import Method, ModelFacts
 from foveakv.methods.dap import DAP, TextStats, described, room_for_visual, text_stats
 from foveakv.methods.ddes import RecycleBin, check_room
 from foveakv.methods.hae_options import check_options, of_stages
 from foveakv.methods.hae_presets import PRESETS
-from foveakv.methods.hae_state import HAEState, Sizes
+from foveakv.methods.hae_state import HAEState, Sizes, newest_kept
+from foveakv.methods.presets import Presets
 from foveakv.methods.prompt_scores import prompt_scores
 from foveakv.methods.results import Results
 from foveakv.methods.score_layers import CALIBRATED, Chosen, choose_layers, named_layers
@@ -42,7 +44,7 @@ _ALL, _TEXT = Observes(queries="all", attention_sum=True), Observes(queries="tex
 
 
 @dataclass
-class HAE(Method):
+class HAE(Presets, Method):
     """Prune visual tokens by one layer's text attention; while decoding, evict `recycle_bin_size` tokens at once.
 
     DAP: A[i, j] is the attention from text token i to visual token j in the deciding layer, averaged over heads (the
@@ -66,7 +68,7 @@ class HAE(Method):
         relative: r is a multiple of the uniform share 1 / V, and so independent of the number V of visual tokens (not
             in the paper).
         alpha: threshold of Eq. 3; None = no individual test (not in the paper).
-        c: the most visual tokens to evict per sequence; None = no limit.
+        c: the most visual tokens that the tests evict per sequence; None = no limit.
         target_visual_tokens: number of visual tokens to keep per sequence, or their share, those with the highest a_j
             (with criterion="variance" the highest variance); replaces the tests (not in the paper).
         criterion: "dual" (the paper's equations), "variance" (tokens whose variance over text rows is below the
@@ -95,8 +97,8 @@ class HAE(Method):
         statistics: also measure the deciding layer's attention to visual and text tokens: the share of probabilities
             up to 1e-4 (the paper's sparsity) and the mean variance.
 
-    `results` has `evicted_visual` (tokens that DAP evicted, per sequence), `score_layers`, `evicted_prompt` (slots
-    evicted to reduce the prompt to l), the statistics, and the figures of `ddes.BinState`.
+    `results` has `evicted_visual` (tokens that left all layers at the prompt, per sequence), `score_layers`,
+    `evicted_prompt` (slots evicted to reduce the prompt to l), the statistics, and the figures of `ddes.BinState`.
     """
 
     budget: float | int | str | None = None
@@ -131,19 +133,18 @@ class HAE(Method):
     _chosen: Chosen | None = field(default=None, init=False, repr=False, compare=False)
 
     name: ClassVar[str] = "hae"
+    presets: ClassVar[dict[str, dict[str, Any]]] = PRESETS
 
     @classmethod
-    def preset(cls, name: str, **options: Any) -> HAE:
-        """Return the paper's settings, for one of its models (see `PRESETS`), overridden by `options`.
+    def preset(cls, name: str, **options: Any) -> Self:
+        """Return the paper's settings, for one of its models, overridden by `options`.
 
         Settings of a stage that the options disable are left out.
 
         Raises:
             MethodError: there is no such preset.
         """
-        if name not in PRESETS:
-            raise MethodError(f"HAE has no preset {name!r}; choose one of {', '.join(PRESETS)}")
-        return cls(**{**of_stages(PRESETS[name], options), **options})
+        return cls(**{**of_stages(cls.preset_options(name), options), **options})
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -287,8 +288,10 @@ class HAE(Method):
         fits = self.prompt_ranking == "deciding" and self.compress_prompt and self.target_visual_tokens is None
         if not (fits and self.ddes and self.budget is not None):
             return gone
-        room = room_for_visual(view.budget_tokens(self.budget, steady=True), view.prompt)
-        return gone | self._rules.beyond(stats, visual & ~gone, room)
+        steady, real = view.budget_tokens(self.budget, steady=True), view.prompt.real
+        protected = newest(real, newest_kept(steady, self.recent, self.sink)) | (real & (real.cumsum(-1) <= self.sink))
+        left = visual & ~gone & ~protected
+        return gone | self._rules.beyond(stats, left, room_for_visual(steady, view.prompt, visual & ~protected))
 
     def redundant(self, sums: Tensor, maxima: Tensor, variance: Tensor, visual: Tensor) -> Tensor:
         """Return the visual tokens that DAP evicts: bool [B, C].

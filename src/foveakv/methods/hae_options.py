@@ -15,10 +15,13 @@ from foveakv.methods.score_layers import check_layers
 # Options that have an effect with one of the two stages only.
 STAGES: dict[str, tuple[str, ...]] = {
     "dap": (
-        "r", "relative", "c", "target_visual_tokens", "criterion", "drop_hidden_states", "statistics", "rows",
-        "early_layers", "prompt_ranking",
+        "r", "alpha", "relative", "c", "target_visual_tokens", "criterion", "variance_quantile", "drop_hidden_states",
+        "statistics", "rows", "early_layers", "prompt_ranking",
     ),
-    "ddes": ("budget", "candidates", "scores"),
+    "ddes": (
+        "budget", "recycle_bin_size", "candidates", "scores", "mode", "restore", "score", "frequency_weight", "recent",
+        "sink", "compress_prompt", "per_head_scores", "prefill_rows",
+    ),
 }  # fmt: skip
 _FLAGS = ("dap", "ddes", "relative", "drop_hidden_states", "compress_prompt", "statistics", "value_norm")
 _CHOICES: dict[str, tuple[str, ...]] = {

@@ -38,11 +38,16 @@ class Sizes(State):
         """
         steady = lengths if budget is None else budget if shrink else torch.maximum(budget, lengths)
         steady = steady.clamp_min(max(sink + (recent or 0), 1))
-        if recent is None:
-            newest = ((steady - sink) // RECENT_SHARE).clamp_max(RECENT)
-        else:
-            newest = torch.full_like(steady, recent)
-        return cls(steady, newest, torch.minimum(lengths, steady), bool((lengths > steady).any()))
+        return cls(
+            steady, newest_kept(steady, recent, sink), torch.minimum(lengths, steady), bool((lengths > steady).any())
+        )
+
+
+def newest_kept(steady: Tensor, recent: int | None, sink: int) -> Tensor:
+    """Return the number of newest tokens that are never evicted, like `steady` int64 [B]; see `Sizes.of`."""
+    if recent is None:
+        return ((steady - sink) // RECENT_SHARE).clamp(0, RECENT)
+    return torch.full_like(steady, recent)
 
 
 @dataclass

@@ -86,7 +86,7 @@ class HybridKV(Presets, Method):
 
     Not in the paper: "auto" adapts its constants to the prompt, the model and the budget
     (`foveakv.methods.hybridkv_budgets`, `windows`), digests take at most a quarter of the budget (heads that would
-    exceed it are static), and text leaves `visual_share` to visual tokens. `preset("paper")` has the paper's rules.
+    exceed it are static), and text can leave `visual_share` to visual tokens. `preset("paper")` has the paper's rules.
 
     Args:
         budget: slots of the prompt kept on the device, over all heads: 0.1, "10%", 1024 (tokens per head) or "1GB".
@@ -185,10 +185,12 @@ class HybridKV(Presets, Method):
         if self.count_digests and self.classify == "auto":
             most = rules.most_dynamic(geometry, digest, chunk, totals.tolist())
         window = window_rows(prompt, self.window)
+        text = (prompt.text | (from_end(prompt.real) <= window[:, None])).sum(-1)
+        text = text * prompt.visual.any(-1)  # text that leaves no slots to images matters only where there are images
         return HybridKVState(
-            text_rows(prompt, self.text_rows == "after_visual", self.max_text_rows), k, window=window,
-            text=(prompt.text | (from_end(prompt.real) <= window[:, None])).sum(-1), digest=digest, chunk=chunk,
-            totals=totals, most=torch.tensor(most), refused=torch.zeros(geometry.batch, dtype=torch.int64),
+            text_rows(prompt, self.text_rows == "after_visual", self.max_text_rows), k, window=window, text=text,
+            digest=digest, chunk=chunk, totals=totals, most=torch.tensor(most),
+            refused=torch.zeros(geometry.batch, dtype=torch.int64),
         )  # fmt: skip
 
     @property

@@ -20,6 +20,15 @@ class Presets:
         Raises:
             MethodError: there is no such preset.
         """
+        return cls(**{**cls.preset_options(name), **options})
+
+    @classmethod
+    def preset_options(cls, name: str) -> dict[str, Any]:
+        """Return the options of a preset.
+
+        Raises:
+            MethodError: there is no such preset.
+        """
         if name not in cls.presets:
             raise MethodError(f"{cls.__name__} has no preset {name!r}; choose one of {', '.join(cls.presets)}")
-        return cls(**{**cls.presets[name], **options})
+        return cls.presets[name]

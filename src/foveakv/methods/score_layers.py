@@ -65,6 +65,11 @@ def choose_layers(name: str, option: str, value: Any, model: ModelFacts) -> Chos
                 "a rule of thumb, half of the depth, since there is no calibration file for this model (make one with "
                 "`foveakv tune --score-layer`)",
             )
+        if calibrated.depth != depth:
+            raise MethodError(
+                f"{name}: the calibration file of this model is of {calibrated.depth} layers, and {depth} are "
+                "compressed; make it anew with `foveakv tune --score-layer`"
+            )
         chosen = Chosen(calibrated.layers, calibration.source(calibrated))
     else:
         file = calibration.read(found)

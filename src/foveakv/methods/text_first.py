@@ -37,7 +37,7 @@ def text_first(
 
 def text_note(text: Tensor, budgets: Tensor, visual_share: float, whose: str = "the budget") -> tuple[str, ...]:
     """Return the report's note if a budget does not hold all text: text, budgets int64, tokens, of one shape."""
-    small = budgets < text
+    small = budgets - (budgets * visual_share).long() < text
     if not bool(small.any()):
         return ()
     rest = f"{visual_share:.0%} of it is left to visual tokens" if visual_share else "visual tokens get nothing"

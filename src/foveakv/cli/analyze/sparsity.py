@@ -28,7 +28,7 @@ def sparsity(
 ) -> None:
     """Measure the sparsity of attention, what other layers would evict (HAE), and each layer as the one that decides.
 
-    Example: foveakv analyze sparsity --sample 8 --set relative=true --set alpha=none --plot sparsity.png
+    Example: foveakv analyze sparsity --sample 8 --set alpha=none --plot sparsity.png
     """
     from foveakv.analysis.plots_sparsity import draw_sparsity
     from foveakv.analysis.sparsity import PAPER_OVERLAP, check_settings
@@ -48,7 +48,7 @@ def sparsity(
     if result.mean_overlap is None:
         out.print(
             "the first layer evicts nothing: no visual token of these prompts is below r and alpha. Try --set "
-            "relative=true --set alpha=none, or --set target_visual_tokens=0.33",
+            "alpha=none, or --set target_visual_tokens=0.33",
             highlight=False,
         )
     else:

@@ -99,7 +99,7 @@ def tune(
         raise InputError(
             "--score-layer compares layers of HAE at one share of tokens; leave --methods and --budgets out"
         )
-    files.check_output_files(json)
+    files.check_output_files(json, out if score_layer else None)
     request = Request(
         model, data, allow_urls, split_names(tasks, "tasks") if tasks else None, items, max_new_tokens,
         parse_options(set_ or []), seed, json,

@@ -30,6 +30,8 @@ def run(request: Request, layers: str | None, keep: float | None, out: Path | No
         raise InputError("--score-layer compares layers of HAE: --set takes options of hae only")
     share = score_layers.KEEP if keep is None else keep
     options = request.options.get("hae", {})
+    if own := sorted({"score_layer", "ddes", "target_visual_tokens"} & set(options)):
+        raise InputError(f"--score-layer sets {', '.join(own)} itself; leave it out of --set")
     score_layers.hae(0, share, **options)  # checks them before the model is loaded
     wanted = _layers(layers)
     prompts = request.prompts(builtin=True)

@@ -92,24 +92,27 @@ def check_prefill(method: str, decision: Decision, view: PrefillView) -> None:
         raise MethodError(f"{method}: stream must be bool [{batch}, {columns}], got {_words(stream)}")
 
 
-def check_earlier(method: str, earlier: object, layers: int) -> list[Tensor | None]:
-    """Return what `Decision.earlier` keeps in each of the `layers` compressed layers before the deciding one.
+def check_earlier(method: str, earlier: object, layers: Sequence[tuple[int, int, int]]) -> list[Tensor | None]:
+    """Return what `Decision.earlier` keeps in each of the compressed layers before the deciding one.
+
+    layers: (B, H, C) of each of them.
 
     Raises:
-        MethodError: no list of one decision per layer, or a decision about anything but `keep`.
+        MethodError: no list of one decision per layer, a decision about anything but `keep`, or a wrong mask.
     """
-    if not isinstance(earlier, (list, tuple)) or len(earlier) != layers:
+    if not isinstance(earlier, (list, tuple)) or len(earlier) != len(layers):
         what = f"{len(earlier)} decisions" if isinstance(earlier, (list, tuple)) else type(earlier).__name__
         raise MethodError(
-            f"{method}: `earlier` must be a list of {layers} decisions, one per earlier layer; got {what}"
+            f"{method}: `earlier` must be a list of {len(layers)} decisions, one per earlier layer; got {what}"
         )
     found = []
-    for each in earlier:
+    for each, shape in zip(earlier, layers, strict=True):
         if not isinstance(each, Decision):
             raise MethodError(f"{method}: `earlier` must hold a Decision per layer, got {type(each).__name__}")
         for name in _NOT_EARLIER:
             if _given(each, name):
                 raise MethodError(f"{method}: `earlier` cannot decide about {name}; it has `keep` only")
+        check_keep(method, each.keep, shape)
         found.append(each.keep)
     return found
 

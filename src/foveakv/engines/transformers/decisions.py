@@ -97,26 +97,15 @@ def settle(
         keys, values = segments.gather()
         store = _offloaded(decision.offload, keys, values, segments.valid()[:, 0], segments.positions()[:, 0])
     if decision.keep is not None:
-        _keep_columns(segments, decision.keep)
+        keep_columns(segments, decision.keep)
     if store is not None and decision.chunks is not None:
         reserve(segments, store, decision.chunks, storage)
     check_complete(storage.method, decision, store)
     return store
 
 
-def keep_columns(segments: Segments, keep: Tensor, real: Tensor, storage: Storage) -> None:
-    """Evict prompt columns from a layer that was stored before: `Decision.earlier`.
-
-    keep: bool [B, H or 1, C]. real: bool [B, C], prompt columns that are not padding.
-
-    Raises:
-        MethodError: the mask does not fit the prompt.
-    """
-    check_keep(storage.method, keep, (real.shape[0], segments.heads, real.shape[1]))
-    _keep_columns(segments, keep)
-
-
-def _keep_columns(segments: Segments, keep: Tensor) -> None:
+def keep_columns(segments: Segments, keep: Tensor) -> None:
+    """Keep prompt columns of a layer that stores its prompt; keep: bool [B, H or 1, C]."""
     positions = segments.positions()  # right after the prompt, a slot's position is its column
     keep = keep.to(positions.device).expand(-1, segments.heads, -1)
     segments.keep(keep.gather(2, positions.clamp_min(0)) & (positions >= 0))

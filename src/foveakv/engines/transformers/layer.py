@@ -238,7 +238,12 @@ class CompressedLayer(compat.CacheLayerMixin):
         decision = returned(cache.method, "prefill", cache.method.prefill(view))
         check_prefill(cache.method.name, decision, view)
         earlier = decision.earlier
-        kept = [] if earlier is None else check_earlier(cache.method.name, earlier, self.compressed_idx)
+        kept: list[Tensor | None] = []
+        if earlier is not None:
+            before = [layer._stored for layer in cache.compressed[: self.compressed_idx]]
+            kept = check_earlier(
+                cache.method.name, earlier, [(held.batch, held.heads, cache.prompt_columns) for held in before]
+            )
         if decision.stream is not None:
             cache.prune_stream(decision.stream, self.compressed_idx)
         self.segments, self.store = decisions.store_prompt(view, decision, cache.storage)
@@ -260,7 +265,7 @@ class CompressedLayer(compat.CacheLayerMixin):
     def narrow(self, keep: Tensor | None) -> None:
         """Evict prompt columns that a later layer has decided about; keep: bool [B, H or 1, C], None = all."""
         if keep is not None:
-            decisions.keep_columns(self._stored, keep, self.cache.full_prompt.real, self.cache.storage)
+            decisions.keep_columns(self._stored, keep)
 
     def settle(self, decision: Decision) -> None:
         """Carry out the decision that `after_prefill` made for this layer."""
