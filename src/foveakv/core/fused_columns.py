@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from foveakv.core.row_tiles import TiledRows
 
 
+@runtime_checkable
 class Fused(Protocol):
     """Sums over a tile in one pass, which an engine may offer; see `foveakv.kernels.cpu_columns`."""
 
@@ -18,6 +19,14 @@ class Fused(Protocol):
 
     def largest(self, values: Tensor, k: int) -> Tensor:
         """The k largest numbers of each row, summed over the rows of a head: [h, m, W] -> [h]."""
+
+
+@runtime_checkable
+class WholeColumns(Protocol):
+    """Sums over all rows at once, which an engine may offer; see `foveakv.kernels.triton_columns`."""
+
+    def column_sums(self, job: TiledRows) -> Tensor:
+        """The attention that each column receives, summed over rows and query group: float32 [B, H, C]."""
 
 
 _ROWS = 128  # of a tile at most: a tile spans the columns up to its last row, so high tiles waste products

@@ -9,6 +9,10 @@
 | CPU | float64, or float64 queries | `blocks` |
 | CUDA | the same, head dims up to 256 | `triton` where triton is installed, else `blocks` |
 | other | any | `blocks` |
+
+Column sums of a prompt's attention (`fused_columns`) come from `cpu_columns` and `triton_columns` in the same way;
+float64 and other devices use tensor operations. The Triton kernels are tested in Triton's interpreter and compiled for
+CUDA; they have not run on a GPU.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foveakv.core.fused_columns import Fused, WholeColumns
 from foveakv.errors import MethodError
 from foveakv.kernels import blocks, reference
 from foveakv.kernels.contract import Attended
@@ -108,6 +113,13 @@ def choose(query: Tensor, runs: Runs, *, need_attention_sum: bool = False) -> st
         _warned = True
         print(f"foveakv: no CPU attention kernel, using the slower `blocks`: {reason}", file=sys.stderr, flush=True)
     return "blocks"
+
+
+def fused_columns(keys: Tensor) -> Fused | WholeColumns | None:
+    """The fused column sums for a prompt's keys [B, H, C, D] like these; None = tensor operations. Builds nothing."""
+    name = "triton_columns" if keys.is_cuda else "cpu_columns"
+    module: Any = _module(name)
+    return module if module.usable(keys) else None
 
 
 def attend(

@@ -10,7 +10,7 @@ from torch import Tensor
 from foveakv.kernels.build import KERNEL
 from foveakv.memory.digests import Digests, Summary
 
-_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}  # uint8: int4, two channels in a byte
 MOST_QUERIES = 48  # of a head; matrix products are faster for more
 # `struct Chunks` and `struct Choice` of cpu_chunks.cpp, field by field.
 CHUNKS = struct.Struct("qqqqqPqPPPPP")
@@ -29,7 +29,9 @@ class ChunkKernel:
         kind = _FORMATS.get(data.dtype)
         if library is None or kind is None or query.dtype == torch.float64 or not 0 < queries <= MOST_QUERIES:
             return None
-        if data.shape[1] != dim * (1 if summary == "mean" else 2) or (scale is None) != (data.dtype != torch.int8):
+        length = dim * (1 if summary == "mean" else 2)
+        rows_of_data = (length + 1) // 2 if data.dtype == torch.uint8 else length
+        if data.shape[1] != rows_of_data or digests.length != length or (scale is None) != (kind < 2):
             raise ValueError(f"digests {tuple(data.shape)} do not fit queries {tuple(query.shape)}")
         query, data = query.to(torch.float32).contiguous(), data.contiguous()
         heads, count = heads.contiguous(), count.contiguous()

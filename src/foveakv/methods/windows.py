@@ -50,7 +50,7 @@ def scores_of_window(view: PrefillView, rows: Tensor) -> Tensor:
     """Return the mean attention from the last `rows` int64 [B] real rows of each sequence: [B, H, C]."""
     real, most = view.prompt.real, int(rows.max())
     if most == int(rows.min()):
-        return window_scores(view.query, view.keys, most, view.scaling, view.visible, real)
+        return window_scores(view.query, view.keys, most, view.scaling, view.visible, real, fused=view.fused)
     columns, valid = last_rows(real, most)
     valid = valid & (from_end(real).gather(1, columns) <= rows[:, None])
     sums = column_sums(view.query, view.keys, columns, valid, view.scaling, view.visible)

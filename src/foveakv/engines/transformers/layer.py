@@ -18,7 +18,7 @@ from foveakv.engines.transformers.masks import Mask, stored_mask, visible_rows
 from foveakv.engines.transformers.second_pass import attend_twice
 from foveakv.engines.transformers.slots import StoredChunks, StoredSlots
 from foveakv.errors import CacheInUseError, UnsupportedModeError
-from foveakv.kernels import cpu_columns, decode_attention
+from foveakv.kernels import decode_attention, fused_columns
 from foveakv.kernels.cpu_chunks import chunk_kernel
 from foveakv.kernels.paged import attend_with_pages
 from foveakv.memory.chunks import ChunkStore
@@ -203,7 +203,7 @@ class CompressedLayer(compat.CacheLayerMixin):
         prompt, positions, pruned = cache.columns(self.compressed_idx)
         view = PrefillView(
             *self._shared(query, scaling), keys, values, positions, prompt, visible_rows(mask, keys.shape[-2]), pruned,
-            fused=cpu_columns if cpu_columns.usable(keys) else None,
+            fused=fused_columns(keys),
         )  # fmt: skip
         if cache.method.observes.second_pass:
             if not wanted:
