@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from foveakv.kernels.build import KERNEL
-from foveakv.kernels.cpu_chunks import MOST_QUERIES, chunk_kernel
+from foveakv.kernels.cpu_chunks import CHUNKS, MOST_QUERIES, chunk_kernel
 from foveakv.memory.digests import ChunkKernel, DigestDtype, Digests, Summary
 
 pytestmark = pytest.mark.skipif(KERNEL.problem() is not None, reason="no CPU kernel here")
@@ -67,6 +67,20 @@ def test_cases_that_tensor_operations_serve(kernel: ChunkKernel) -> None:
     assert kernel.relevance(digests, torch.randn(1, 1, 8, dtype=torch.float64), heads, count, "mean") is None
     with pytest.raises(ValueError, match="do not fit"):
         kernel.relevance(digests, torch.randn(1, 1, 8), heads, count, "bounds")
+
+
+def test_no_heads_have_no_relevance(kernel: ChunkKernel) -> None:
+    digests = Digests(torch.randn(1, 8, 4), torch.tensor([4]), "model", torch.float32)
+    none = torch.zeros(0, dtype=torch.int64)
+    made = kernel.relevance(digests, torch.randn(0, 3, 8), none, none, "mean")
+    assert made is not None
+    assert made.shape == (0, 4)
+    library = KERNEL.loaded
+    assert library is not None
+    arguments = CHUNKS.pack(0, 3, 8, 0, 4, 0, 0, digests.data.data_ptr(), 0, 0, 0, 0)
+    assert library.foveakv_relevance(arguments) == 0
+    resident, table = torch.zeros(0, 4, dtype=torch.bool), torch.zeros(0, 2, dtype=torch.int64)
+    assert kernel.choose(torch.zeros(0, 4), none, none, resident, table) == 0
 
 
 def chosen(relevance: Tensor, count: int, share: int) -> list[int]:

@@ -96,11 +96,8 @@ def column_sums(
     fused: the engine's fused sums, for float32; None = tensor operations.
     """
     job = TiledRows.of(query, keys, rows, valid, scaling, visible, tile_bytes)
-    if isinstance(fused, WholeColumns) and job.dtype == torch.float32:
-        return fused.column_sums(job)
-    if isinstance(fused, Fused) and job.dtype == torch.float32:
-        return fused_column_sums(job, fused)
-    return _column_sums(job)[0]
+    sums = _fused_sums(job, fused)
+    return _column_sums(job)[0] if sums is None else sums
 
 
 @_full_precision
@@ -123,7 +120,7 @@ def window_scores(
         query, keys, scaling, visible, tile_bytes: see the module.
         window: number of rows, at least 1.
         real: bool [B, C], False for padding on either side; None = no padding.
-        fused: as in `column_sums`. Sums of tiles are not used: a window has few rows.
+        fused: as in `column_sums`.
 
     Returns:
         [B, H, C].
@@ -132,10 +129,11 @@ def window_scores(
         real = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
     rows, valid = last_rows(real, window)
     job = TiledRows.of(query, keys, rows, valid, scaling, visible, tile_bytes)
-    if isinstance(fused, WholeColumns) and job.dtype == torch.float32:
-        sums, counts = fused.column_sums(job), _counted_rows(job)
-    else:
+    sums = _fused_sums(job, fused)
+    if sums is None:
         sums, counts = _column_sums(job)
+    else:
+        counts = _counted_rows(job)
     return sums / (counts.clamp_min(1) * job.group)[:, None, None]
 
 
@@ -341,6 +339,15 @@ def _counted_rows(job: TiledRows) -> Tensor:
     for rows, valid in zip(job.rows.split(_MASKED_ROWS, 1), job.valid.split(_MASKED_ROWS, 1), strict=True):
         counts += (valid & job.visible(rows)[:, 0].any(-1)).sum(1)
     return counts
+
+
+def _fused_sums(job: TiledRows, fused: Fused | WholeColumns | None) -> Tensor | None:
+    """Compute `_column_sums` with the engine's sums; None if there are none for this dtype."""
+    if job.dtype != torch.float32:
+        return None
+    if isinstance(fused, WholeColumns):
+        return fused.column_sums(job)
+    return fused_column_sums(job, fused) if isinstance(fused, Fused) else None
 
 
 def _column_sums(job: TiledRows) -> tuple[Tensor, Tensor]:

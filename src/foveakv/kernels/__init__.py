@@ -53,6 +53,7 @@ BACKENDS: dict[str, Backend] = {
     "cpu": _cpu,
     "triton": _triton,
 }
+COMPILED = ("auto", "cpu")  # caches with these use the compiled library for more than attention, where there is one
 READS_RESIDUAL = ("cpu",)  # these read `runs.residual` themselves; for the others `attend_with_residual` does
 MOST_ROWS_CPU = 48  # measured: even in float32 near 60 rows; in bfloat16, on a processor with AMX, from 20 on
 _warned = False
@@ -68,7 +69,7 @@ def problem(name: str) -> str | None:
 
 
 def prepare(device: torch.device | str, *, itemsize: int = 4, backend: str = "auto") -> None:
-    """Build and load what `attend` needs for tensors on `device`, so that no measured step pays for it.
+    """Build and load what `attend` and `fused_columns` need on `device`, so that no measured step pays for it.
 
     Cheap after the first call in a process. Engines call it before they start the clock of a prefill. The first call
     on a machine compiles the CPU kernel (about 20 s). Triton compiles its kernels for each shape on first launch,
@@ -115,10 +116,16 @@ def choose(query: Tensor, runs: Runs, *, need_attention_sum: bool = False) -> st
     return "blocks"
 
 
-def fused_columns(keys: Tensor) -> Fused | WholeColumns | None:
-    """The fused column sums for a prompt's keys [B, H, C, D] like these; None = tensor operations. Builds nothing."""
-    name = "triton_columns" if keys.is_cuda else "cpu_columns"
-    module: Any = _module(name)
+def fused_columns(keys: Tensor, backend: str = "auto") -> Fused | WholeColumns | None:
+    """The fused column sums for a prompt's keys [B, H, C, D] like these; None = tensor operations.
+
+    Builds and loads nothing: `prepare` does, before the prompt is read. A backend that is named explicitly and is not
+    the device's kernel ("blocks", "reference") has none.
+    """
+    name = "triton" if keys.is_cuda else "cpu"
+    if backend not in ("auto", name):
+        return None
+    module: Any = _module(f"{name}_columns")
     return module if module.usable(keys) else None
 
 

@@ -224,6 +224,7 @@ void relevance(const Chunks& a) {
 extern "C" int64_t foveakv_relevance(const Chunks* arguments) {
   const Chunks& a = *arguments;
   if (a.queries < 1) return 1;
+  if (a.rows < 1) return 0;
   for (int64_t row = 0; row < a.rows; ++row)
     if (a.count[row] < 0 || a.count[row] > a.longest) return 1;
   try {

@@ -7,6 +7,7 @@ import struct
 import torch
 from torch import Tensor
 
+from foveakv.kernels import COMPILED
 from foveakv.kernels.build import KERNEL
 from foveakv.memory.digests import Digests, Summary
 
@@ -36,6 +37,8 @@ class ChunkKernel:
         query, data = query.to(torch.float32).contiguous(), data.contiguous()
         heads, count = heads.contiguous(), count.contiguous()
         found = torch.empty((rows, data.shape[2]), dtype=torch.float32)
+        if rows == 0:
+            return found
         arguments = CHUNKS.pack(
             rows, queries, dim, summary == "bounds", data.shape[2], query.data_ptr(), kind, data.data_ptr(),
             0 if scale is None else scale.data_ptr(), heads.data_ptr(), count.data_ptr(), found.data_ptr(),
@@ -67,6 +70,6 @@ class ChunkKernel:
 _KERNEL = ChunkKernel()
 
 
-def chunk_kernel(device: torch.device) -> ChunkKernel | None:
-    """The kernel for chunks on `device`, if the library is loaded already; nothing is built for it."""
-    return _KERNEL if KERNEL.loaded is not None and device.type == "cpu" else None
+def chunk_kernel(device: torch.device, backend: str = "auto") -> ChunkKernel | None:
+    """The kernel for chunks on `device` in a cache with this `backend`; builds nothing, see `kernels.prepare`."""
+    return _KERNEL if backend in COMPILED and KERNEL.loaded is not None and device.type == "cpu" else None

@@ -203,7 +203,7 @@ class CompressedLayer(compat.CacheLayerMixin):
         prompt, positions, pruned = cache.columns(self.compressed_idx)
         view = PrefillView(
             *self._shared(query, scaling), keys, values, positions, prompt, visible_rows(mask, keys.shape[-2]), pruned,
-            fused=fused_columns(keys),
+            fused=fused_columns(keys, cache.backend),
         )  # fmt: skip
         if cache.method.observes.second_pass:
             if not wanted:
@@ -296,7 +296,9 @@ class CompressedLayer(compat.CacheLayerMixin):
                 query, segments.runs, scaling, pages, allowed, page_mask, **wanted
             )
         if method.evicts_while_decoding or observes.attention_sum or observes.steps:
-            view = DecodeView(*self._shared(query, scaling), StoredSlots(segments), self.seen, attention_sum)
+            view = DecodeView(
+                *self._shared(query, scaling), StoredSlots(segments, cache.backend), self.seen, attention_sum
+            )
             decision = method.decode(view)
             if decision is not None:
                 self._evict(returned(method, "decode", decision))
@@ -309,11 +311,11 @@ class CompressedLayer(compat.CacheLayerMixin):
         store = self.store
         if store is None or not store.choosing:
             return None
-        method = self.cache.method
-        relevance = method.read(ReadView(*self._shared(query, scaling), StoredChunks(store), self.seen))
+        method, backend = self.cache.method, self.cache.backend
+        relevance = method.read(ReadView(*self._shared(query, scaling), StoredChunks(store, backend), self.seen))
         check_relevance(method.name, relevance, store)
         if store.in_place:
-            asked, hits = store.pick(relevance, chunk_kernel(query.device))
+            asked, hits = store.pick(relevance, chunk_kernel(query.device, backend))
         else:
             asked, hits = store.fetch(self._stored, relevance)
         self.counts.retrieved += asked
