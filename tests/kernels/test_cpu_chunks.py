@@ -69,6 +69,12 @@ def test_cases_that_tensor_operations_serve(kernel: ChunkKernel) -> None:
         kernel.relevance(digests, torch.randn(1, 1, 8), heads, count, "bounds")
 
 
+def test_a_cache_with_another_backend_has_no_kernel() -> None:
+    assert chunk_kernel(torch.device("cpu"), "cpu") is not None
+    assert chunk_kernel(torch.device("cpu"), "blocks") is None
+    assert chunk_kernel(torch.device("meta")) is None
+
+
 def test_no_heads_have_no_relevance(kernel: ChunkKernel) -> None:
     digests = Digests(torch.randn(1, 8, 4), torch.tensor([4]), "model", torch.float32)
     none = torch.zeros(0, dtype=torch.int64)
