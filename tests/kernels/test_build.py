@@ -137,6 +137,15 @@ def test_reasons(tmp_path: Path, variables: dict[str, str], reason: str, monkeyp
     assert not [path for path in tmp_path.rglob("*") if path.name != "kernels" and path.name != "build.lock"]
 
 
+@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
+def test_a_library_without_a_function_is_refused(tmp_path: Path) -> None:
+    source, library = tmp_path / "old.cpp", tmp_path / "old.so"
+    source.write_text('extern "C" long foveakv_attend() { return 0; }')
+    subprocess.run([*build._compiler(), "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    with pytest.raises(build.BuildError, match=r"cannot load .*old\.so: .*foveakv_arguments_size"):
+        build.load(library)
+
+
 # ---- the command line
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from foveakv.core.attention_stats import column_sums, topk_attention
+from foveakv.core.attention_stats import column_sums, topk_attention, window_scores
+from foveakv.core.row_tiles import Visible
 from foveakv.kernels import cpu_columns
 from foveakv.kernels.build import KERNEL
 
@@ -56,6 +57,45 @@ def test_rows_that_do_not_count_and_masks(tile_bytes: int | None) -> None:
         torch.testing.assert_close(made.double(), wanted, rtol=2e-6, atol=2e-6)
     none = torch.zeros_like(valid)
     assert not column_sums(query, keys, rows, none, 0.25, fused=cpu_columns).any()
+
+
+def left_padding(padding: Tensor, columns: int) -> Visible:
+    """Causal attention that does not see the first padding[b] columns, and counts how many rows were asked for."""
+
+    def visible(rows: Tensor) -> Tensor:
+        visible.asked += rows.numel()  # type: ignore[attr-defined]
+        column = torch.arange(columns)
+        return ((column <= rows[..., None]) & (column >= padding[:, None, None]))[:, None]
+
+    visible.asked = 0  # type: ignore[attr-defined]
+    return visible
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tile_bytes", [None, 30_000])
+def test_left_padding_reads_every_row_of_the_mask_once(tile_bytes: int | None, dtype: torch.dtype) -> None:
+    batch, heads, group, columns = 4, 2, 7, 150
+    query, keys = inputs(batch, heads, group, columns, 16, dtype)
+    rows = torch.arange(columns).expand(batch, columns)
+    padding = torch.tensor([0, 31, 7, 149])
+    valid = rows >= padding[:, None]
+    wanted = column_sums(query.double(), keys.double(), rows, valid, 0.25, left_padding(padding, columns))
+    visible = left_padding(padding, columns)
+    made = column_sums(query, keys, rows, valid, 0.25, visible, fused=cpu_columns, tile_bytes=tile_bytes)
+    torch.testing.assert_close(made.double(), wanted, rtol=2e-6, atol=2e-6)
+    assert visible.asked == rows.numel()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_window_scores_equal_the_reference(padded: bool) -> None:
+    batch, columns = 3, 90
+    query, keys = inputs(batch, 2, 3, columns, 16, torch.float32)
+    padding = torch.tensor([0, 40, 86])
+    real = torch.arange(columns) >= padding[:, None] if padded else None
+    visible = left_padding(padding, columns) if padded else None
+    wanted = window_scores(query.double(), keys.double(), 8, 0.25, visible, real)
+    made = window_scores(query, keys, 8, 0.25, visible, real, fused=cpu_columns)
+    torch.testing.assert_close(made.double(), wanted, rtol=2e-6, atol=2e-6)
 
 
 def test_float64_stays_float64() -> None:
@@ -109,8 +149,11 @@ def test_largest_with_ties(k: int) -> None:
     values[0, 0] = 0
     wanted = values.double().topk(min(k, 40)).values.sum((1, 2))
     torch.testing.assert_close(cpu_columns.largest(values, k), wanted, rtol=1e-6, atol=1e-6)
-    values[0, 1, 3] = torch.nan
-    assert cpu_columns.largest(values, k).isnan().tolist() == [True, False]
+    for column in (3, 39):  # in a vector of numbers, and after the last whole one
+        for sign in (1, -1):
+            strange = values.clone()
+            strange[0, 1, column] = torch.copysign(torch.tensor(torch.nan), torch.tensor(sign))
+            assert cpu_columns.largest(strange, k).isnan().tolist() == [True, False]
 
 
 def test_topk_attention_equals_the_reference() -> None:

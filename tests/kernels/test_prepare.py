@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import families
 import pytest
@@ -13,7 +14,7 @@ import torch
 import foveakv
 from foveakv import kernels
 from foveakv.errors import MethodError
-from foveakv.kernels import build
+from foveakv.kernels import build, cpu_columns
 
 BUILD_SECONDS = 1000.0
 
@@ -58,6 +59,33 @@ def test_no_report_counts_the_build(first_run: SimpleNamespace, method: str, fai
     assert first_run.builds == 1
     assert session.report.prefill_seconds == 0
     assert session.report.token_seconds == 0
+
+
+@pytest.mark.skipif(build.KERNEL.problem() is not None, reason="no CPU kernel here")
+@pytest.mark.parametrize(
+    ("options", "used"),
+    [({}, True), ({"preallocate": 4}, True), ({"backend": "cpu"}, True), ({"backend": "blocks"}, False)],
+)
+def test_the_first_request_computes_as_the_second(
+    first_run: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], used: bool
+) -> None:
+    """The library is loaded before the prompt is read, and `blocks` does not use it because another request did."""
+    calls, add = [], cpu_columns.add
+
+    def counted(*arguments: Any) -> None:
+        calls.append(arguments)
+        add(*arguments)
+
+    monkeypatch.setattr(cpu_columns, "add", counted)
+    model, made = families.build("qwen2_5_vl"), []
+    for _ in range(2):
+        calls.clear()
+        with foveakv.compress(model, foveakv.methods.get("snapkv", budget=0.5), **options):
+            model.generate(**families.prompt("qwen2_5_vl"), max_new_tokens=2, do_sample=False)
+        made.append(len(calls))
+        kernels.prepare("cpu")  # another request, of any backend
+    assert made[0] == made[1]
+    assert bool(made[0]) == used
 
 
 def test_it_builds_once_and_only_where_it_is_used(first_run: SimpleNamespace) -> None:

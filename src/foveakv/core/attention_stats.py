@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from foveakv.core.fused_columns import Fused, fused_column_sums
+from foveakv.core.fused_columns import Fused, WholeColumns, fused_column_sums
 from foveakv.core.prompt import PromptMap
 from foveakv.core.row_tiles import TiledRows, Visible
 from foveakv.errors import InputError
@@ -88,7 +88,7 @@ def column_sums(
     scaling: float,
     visible: Visible | None = None,
     *,
-    fused: Fused | None = None,
+    fused: Fused | WholeColumns | None = None,
     tile_bytes: int | None = None,
 ) -> Tensor:
     """Compute the attention that each column receives, summed over the rows and the query group: [B, H, C].
@@ -96,9 +96,8 @@ def column_sums(
     fused: the engine's fused sums, for float32; None = tensor operations.
     """
     job = TiledRows.of(query, keys, rows, valid, scaling, visible, tile_bytes)
-    if fused is not None and job.dtype == torch.float32:
-        return fused_column_sums(job, fused)
-    return _column_sums(job)[0]
+    sums = _fused_sums(job, fused)
+    return _column_sums(job)[0] if sums is None else sums
 
 
 @_full_precision
@@ -110,6 +109,7 @@ def window_scores(
     visible: Visible | None = None,
     real: Tensor | None = None,
     *,
+    fused: Fused | WholeColumns | None = None,
     tile_bytes: int | None = None,
 ) -> Tensor:
     """Compute the mean attention from the last `window` real rows of each sequence, over rows and query group.
@@ -120,6 +120,7 @@ def window_scores(
         query, keys, scaling, visible, tile_bytes: see the module.
         window: number of rows, at least 1.
         real: bool [B, C], False for padding on either side; None = no padding.
+        fused: as in `column_sums`.
 
     Returns:
         [B, H, C].
@@ -128,7 +129,11 @@ def window_scores(
         real = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
     rows, valid = last_rows(real, window)
     job = TiledRows.of(query, keys, rows, valid, scaling, visible, tile_bytes)
-    sums, counts = _column_sums(job)
+    sums = _fused_sums(job, fused)
+    if sums is None:
+        sums, counts = _column_sums(job)
+    else:
+        counts = _counted_rows(job)
     return sums / (counts.clamp_min(1) * job.group)[:, None, None]
 
 
@@ -187,7 +192,7 @@ def topk_attention(
     visible: Visible | None,
     k: Tensor | Sequence[int] | int,
     *,
-    fused: Fused | None = None,
+    fused: Fused | WholeColumns | None = None,
     tile_bytes: int | None = None,
 ) -> Tensor:
     """Compute the mean over rows of the sum of the k largest probabilities: [B, H], between 0 and 1 (HybridKV, Eq. 3).
@@ -210,7 +215,7 @@ def topk_attention(
         counts += tile.counted.sum(1)
         for b, h, probs in tile.parts():
             for i, sequence in enumerate(range(b.start, b.stop)):
-                if fused is not None and job.dtype == torch.float32:
+                if isinstance(fused, Fused) and job.dtype == torch.float32:
                     attention_sum[sequence, h] += fused.largest(probs[i].flatten(1, 2), per_sequence[sequence])
                 else:
                     attention_sum[sequence, h] += _largest(probs[i], per_sequence[sequence]).sum((1, 2, 3))
@@ -324,6 +329,25 @@ def _largest(values: Tensor, k: int) -> Tensor:
         values.numpy().partition(-k, axis=-1)  # in place, much faster than topk
         return values[..., -k:]
     return values.topk(k, sorted=False).values
+
+
+def _counted_rows(job: TiledRows) -> Tensor:
+    """Count the rows of each sequence that are valid and see a column: int64 [B]."""
+    if job.visible is None:
+        return job.valid.sum(1)
+    counts = torch.zeros(job.batch, dtype=torch.int64, device=job.keys.device)
+    for rows, valid in zip(job.rows.split(_MASKED_ROWS, 1), job.valid.split(_MASKED_ROWS, 1), strict=True):
+        counts += (valid & job.visible(rows)[:, 0].any(-1)).sum(1)
+    return counts
+
+
+def _fused_sums(job: TiledRows, fused: Fused | WholeColumns | None) -> Tensor | None:
+    """Compute `_column_sums` with the engine's sums; None if there are none for this dtype."""
+    if job.dtype != torch.float32:
+        return None
+    if isinstance(fused, WholeColumns):
+        return fused.column_sums(job)
+    return fused_column_sums(job, fused) if isinstance(fused, Fused) else None
 
 
 def _column_sums(job: TiledRows) -> tuple[Tensor, Tensor]:

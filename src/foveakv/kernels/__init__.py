@@ -9,6 +9,10 @@
 | CPU | float64, or float64 queries | `blocks` |
 | CUDA | the same, head dims up to 256 | `triton` where triton is installed, else `blocks` |
 | other | any | `blocks` |
+
+Column sums of a prompt's attention (`fused_columns`) come from `cpu_columns` and `triton_columns` in the same way;
+float64 and other devices use tensor operations. The Triton kernels are tested in Triton's interpreter and compiled for
+CUDA; they have not run on a GPU.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foveakv.core.fused_columns import Fused, WholeColumns
 from foveakv.errors import MethodError
 from foveakv.kernels import blocks, reference
 from foveakv.kernels.contract import Attended
@@ -48,6 +53,7 @@ BACKENDS: dict[str, Backend] = {
     "cpu": _cpu,
     "triton": _triton,
 }
+COMPILED = ("auto", "cpu")  # caches with these use the compiled library for more than attention, where there is one
 READS_RESIDUAL = ("cpu",)  # these read `runs.residual` themselves; for the others `attend_with_residual` does
 MOST_ROWS_CPU = 48  # measured: even in float32 near 60 rows; in bfloat16, on a processor with AMX, from 20 on
 _warned = False
@@ -63,7 +69,7 @@ def problem(name: str) -> str | None:
 
 
 def prepare(device: torch.device | str, *, itemsize: int = 4, backend: str = "auto") -> None:
-    """Build and load what `attend` needs for tensors on `device`, so that no measured step pays for it.
+    """Build and load what `attend` and `fused_columns` need on `device`, so that no measured step pays for it.
 
     Cheap after the first call in a process. Engines call it before they start the clock of a prefill. The first call
     on a machine compiles the CPU kernel (about 20 s). Triton compiles its kernels for each shape on first launch,
@@ -108,6 +114,19 @@ def choose(query: Tensor, runs: Runs, *, need_attention_sum: bool = False) -> st
         _warned = True
         print(f"foveakv: no CPU attention kernel, using the slower `blocks`: {reason}", file=sys.stderr, flush=True)
     return "blocks"
+
+
+def fused_columns(keys: Tensor, backend: str = "auto") -> Fused | WholeColumns | None:
+    """The fused column sums for a prompt's keys [B, H, C, D] like these; None = tensor operations.
+
+    Builds and loads nothing: `prepare` does, before the prompt is read. A backend that is named explicitly and is not
+    the device's kernel ("blocks", "reference") has none.
+    """
+    name = "triton" if keys.is_cuda else "cpu"
+    if backend not in ("auto", name):
+        return None
+    module: Any = _module(f"{name}_columns")
+    return module if module.usable(keys) else None
 
 
 def attend(

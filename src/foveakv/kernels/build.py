@@ -32,6 +32,11 @@ from foveakv.util.cache_folder import cache_folder
 
 SOURCES = tuple(Path(__file__).with_name(f"cpu_{name}.cpp") for name in ("decode", "columns", "chunks"))
 HEADERS = (Path(__file__).with_name("vectors.h"),)
+FUNCTIONS = (
+    "foveakv_attend", "foveakv_arguments_size", "foveakv_rank", "foveakv_ranking_size", "foveakv_add_columns",
+    "foveakv_largest", "foveakv_relevance", "foveakv_choose",
+)  # fmt: skip
+"""What a library offers, all of which return an int64."""
 SWITCH = "FOVEAKV_KERNEL"
 FLAGS = ("-O2", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-Wall", "-Wextra")
 LINK_FLAGS = ("-shared", "-Wl,--no-as-needed")
@@ -107,12 +112,13 @@ def build(where: Path | None = None, *, force: bool = False) -> Path:
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """Load a built library. BuildError: it cannot be loaded."""
+    """Load a built library. BuildError: it cannot be loaded, or lacks a function."""
     try:
         library = ctypes.CDLL(str(path))
-        library.foveakv_choose.restype = ctypes.c_int64
+        for name in FUNCTIONS:
+            getattr(library, name).restype = ctypes.c_int64
         return library
-    except OSError as error:
+    except (OSError, AttributeError) as error:
         raise BuildError(f"cannot load {path}: {error}") from error
 
 

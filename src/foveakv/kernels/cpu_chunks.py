@@ -7,10 +7,11 @@ import struct
 import torch
 from torch import Tensor
 
+from foveakv.kernels import COMPILED
 from foveakv.kernels.build import KERNEL
 from foveakv.memory.digests import Digests, Summary
 
-_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}  # uint8: int4, two channels in a byte
 MOST_QUERIES = 48  # of a head; matrix products are faster for more
 # `struct Chunks` and `struct Choice` of cpu_chunks.cpp, field by field.
 CHUNKS = struct.Struct("qqqqqPqPPPPP")
@@ -29,11 +30,15 @@ class ChunkKernel:
         kind = _FORMATS.get(data.dtype)
         if library is None or kind is None or query.dtype == torch.float64 or not 0 < queries <= MOST_QUERIES:
             return None
-        if data.shape[1] != dim * (1 if summary == "mean" else 2) or (scale is None) != (data.dtype != torch.int8):
+        length = dim * (1 if summary == "mean" else 2)
+        rows_of_data = (length + 1) // 2 if data.dtype == torch.uint8 else length
+        if data.shape[1] != rows_of_data or digests.length != length or (scale is None) != (kind < 2):
             raise ValueError(f"digests {tuple(data.shape)} do not fit queries {tuple(query.shape)}")
         query, data = query.to(torch.float32).contiguous(), data.contiguous()
         heads, count = heads.contiguous(), count.contiguous()
         found = torch.empty((rows, data.shape[2]), dtype=torch.float32)
+        if rows == 0:
+            return found
         arguments = CHUNKS.pack(
             rows, queries, dim, summary == "bounds", data.shape[2], query.data_ptr(), kind, data.data_ptr(),
             0 if scale is None else scale.data_ptr(), heads.data_ptr(), count.data_ptr(), found.data_ptr(),
@@ -65,6 +70,6 @@ class ChunkKernel:
 _KERNEL = ChunkKernel()
 
 
-def chunk_kernel(device: torch.device) -> ChunkKernel | None:
-    """The kernel for chunks on `device`, if the library is loaded already; nothing is built for it."""
-    return _KERNEL if KERNEL.loaded is not None and device.type == "cpu" else None
+def chunk_kernel(device: torch.device, backend: str = "auto") -> ChunkKernel | None:
+    """The kernel for chunks on `device` in a cache with this `backend`; builds nothing, see `kernels.prepare`."""
+    return _KERNEL if backend in COMPILED and KERNEL.loaded is not None and device.type == "cpu" else None

@@ -30,8 +30,14 @@ constexpr int64_t SCORES_PER_THREAD = 1 << 15;  // fewer are not worth waking a 
 float exponentials(float* row, int64_t count, const uint8_t* seen) {
   const int64_t whole = count / LANES * LANES;
   const int rest = int(count - whole);
-  if (seen)
-    for (int64_t j = 0; j < count; ++j) row[j] = seen[j] ? row[j] : NOTHING;
+  if (seen) {
+    for (int64_t j = 0; j < whole; j += LANES) {
+      Byte bytes;
+      std::memcpy(&bytes, seen + j, sizeof bytes);
+      store(row + j, widened(bytes) != 0 ? load(row + j) : splat(NOTHING));
+    }
+    for (int64_t j = whole; j < count; ++j) row[j] = seen[j] ? row[j] : NOTHING;
+  }
   float tail[LANES];
   std::fill(tail, tail + LANES, NOTHING);
   std::copy(row + whole, row + count, tail);
@@ -85,17 +91,23 @@ void add_rows(const Columns& a, int64_t group, int64_t begin, int64_t end, float
   }
 }
 
-// The sum of the k largest of `count` numbers, none below 0; k >= 1. Bits of such numbers are ordered as the numbers are,
+// The sum of the k largest of `count` numbers, none below 0; k >= 1; NaN if any of them is. Bits of such numbers are ordered as the numbers are,
 // so the k-th largest is found by halving their range, which reads a row from the first-level cache.
 double largest_sum(const float* row, int64_t count, int64_t k) {
   const int64_t whole = count / LANES * LANES;
   const auto bits = [&](int64_t j) { return same_bits<int32_t>(row[j]); };
   int32_t low = 0, high = 0;  // at least k numbers are not below `low`, fewer than k are above `high`
-  Int most = {};
+  Int most = {}, strange = {};  // NaN of either sign: its bits do not tell where it belongs
   for (int64_t j = 0; j < whole; j += LANES) {
-    const Int x = same_bits<Int>(load(row + j));
+    const Vec value = load(row + j);
+    const Int x = same_bits<Int>(value);
+    strange |= value != value;
     most = x > most ? x : most;
   }
+  bool nan = false;
+  for (int i = 0; i < LANES; ++i) nan |= strange[i] != 0;
+  for (int64_t j = whole; j < count; ++j) nan |= row[j] != row[j];
+  if (nan) return std::numeric_limits<double>::quiet_NaN();
   for (int i = 0; i < LANES; ++i) high = std::max(high, most[i]);
   for (int64_t j = whole; j < count; ++j) high = std::max(high, bits(j));
   while (low < high && k < count) {
@@ -128,17 +140,22 @@ double largest_sum(const float* row, int64_t count, int64_t k) {
 }  // namespace
 
 // sums[group] = the k largest numbers of each of its rows, summed. values [groups, rows, width].
-extern "C" void foveakv_largest(const float* values, int64_t groups, int64_t rows, int64_t width, int64_t k,
-                                double* sums) {
+extern "C" int64_t foveakv_largest(const float* values, int64_t groups, int64_t rows, int64_t width, int64_t k,
+                                   double* sums) {
   int64_t threads = std::min<int64_t>(at::get_num_threads(), groups * rows * width / SCORES_PER_THREAD);
   if (at::in_parallel_region() || threads < 1) threads = 1;
-  std::vector<double> found(groups * rows);
-  at::parallel_for(0, groups * rows, (groups * rows + threads - 1) / threads, [&](int64_t first, int64_t last) {
-    for (int64_t row = first; row < last; ++row) found[row] = largest_sum(values + row * width, width, k);
-  });
-  for (int64_t group = 0; group < groups; ++group) {
-    sums[group] = 0;
-    for (int64_t row = group * rows; row < (group + 1) * rows; ++row) sums[group] += found[row];
+  try {
+    std::vector<double> found(groups * rows);
+    at::parallel_for(0, groups * rows, (groups * rows + threads - 1) / threads, [&](int64_t first, int64_t last) {
+      for (int64_t row = first; row < last; ++row) found[row] = largest_sum(values + row * width, width, k);
+    });
+    for (int64_t group = 0; group < groups; ++group) {
+      sums[group] = 0;
+      for (int64_t row = group * rows; row < (group + 1) * rows; ++row) sums[group] += found[row];
+    }
+    return 0;
+  } catch (const std::bad_alloc&) {
+    return 4;
   }
 }
 

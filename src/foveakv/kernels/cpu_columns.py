@@ -54,13 +54,13 @@ def add(scores: Tensor, stop: Tensor, seen: Tensor | None, sums: Tensor) -> None
     )
     if seen is not None:
         fits &= seen.dtype == torch.bool and seen.shape == (batch, stop.shape[1], width)
-        seen = seen.contiguous()
+        seen = seen if seen.stride(2) == 1 else seen.contiguous()
     library = KERNEL.loaded
     if not fits or library is None:
         raise ValueError(f"scores {tuple(scores.shape)}, stop {tuple(stop.shape)} and sums do not belong together")
     arguments = COLUMNS.pack(
         batch, heads, rows, stop.shape[1], width, scores.data_ptr(), stop.data_ptr(),
-        0 if seen is None else seen.data_ptr(), stop.shape[1] * width, width,
+        *((0, 0, 0) if seen is None else (seen.data_ptr(), seen.stride(0), seen.stride(1))),
         sums.data_ptr(), sums.stride(0), sums.stride(1),
     )  # fmt: skip
     if library.foveakv_add_columns(arguments):
@@ -70,6 +70,8 @@ def add(scores: Tensor, stop: Tensor, seen: Tensor | None, sums: Tensor) -> None
 def largest(values: Tensor, k: int) -> Tensor:
     """Sum the k largest numbers of each row, none below 0, over the rows of a head: [h, m, W] -> float64 [h].
 
+    NaN anywhere in a row makes its head's sum NaN.
+
     ValueError: no contiguous float32 [h, m, W], or k below 1.
     """
     heads, rows, width = values.shape
@@ -78,8 +80,10 @@ def largest(values: Tensor, k: int) -> Tensor:
         raise ValueError(f"largest expects contiguous float32 [h, m, W] and k >= 1, got {tuple(values.shape)}, k = {k}")
     sums = torch.empty(heads, dtype=torch.float64)
     size = ctypes.c_int64
-    library.foveakv_largest(
+    failed = library.foveakv_largest(
         ctypes.c_void_p(values.data_ptr()), size(heads), size(rows), size(width), size(k),
         ctypes.c_void_p(sums.data_ptr()),
     )  # fmt: skip
+    if failed:
+        raise ValueError("the largest numbers could not be summed: there is not enough memory")
     return sums

@@ -102,17 +102,17 @@ def attend_with_lse(
 
     kind = 0 if quantizer is None else KINDS[quantizer.kind]
     narrowest = 32 if kind == 2 else 16  # tl.dot wants 16, and two channels of 4 bits share a byte
-    block_d, block_dv = max(narrowest, _power(dim)), max(narrowest, _power(value_dim))
+    block_d, block_dv = max(narrowest, power(dim)), max(narrowest, power(value_dim))
     # Operands of different types meet in float32; the interpreter has no arithmetic in bfloat16.
     mixed = quantizer is None and len({query.dtype, runs.keys.dtype, runs.values.dtype}) > 1
     upcast = mixed or (kernels.INTERPRETED and query.dtype == torch.bfloat16)
-    slot_bytes = _power(block_d + block_dv) * (4 if upcast else query.element_size())  # as operands of tl.dot
+    slot_bytes = power(block_d + block_dv) * (4 if upcast else query.element_size())  # as operands of tl.dot
     scale_zero = (runs.length, runs.length) if quantizer is None else (quantizer.key_scale, quantizer.key_zero)
     block_rows = row_block(rows, slot_bytes)
     blocks = -(-rows // block_rows)
     tile = tile or tile_size(slot_bytes)
     split = split or split_size(runs.keys.shape[0] * blocks, tile, _processors(query.device))
-    splits = max(1, -(-_power(runs.max_length) // split))
+    splits = max(1, -(-power(runs.max_length) // split))
     # Programs that share a run's partial results never share an entry, and the merge reads what was written only.
     part_out = torch.empty(total, splits, rows, value_dim, dtype=torch.float32, device=query.device)
     part_top = torch.empty(total, splits, rows, dtype=torch.float32, device=query.device)
@@ -127,7 +127,7 @@ def attend_with_lse(
         mask_strides = (mask.stride(0), mask.stride(1) if mask.shape[1] > 1 else 0, mask.stride(2))
     warps = warps or (WARPS if block_rows == FEWEST_ROWS else 2 * WARPS)
     tuning = {"num_warps": warps, "num_stages": stages}
-    with _on(query.device):
+    with on(query.device):
         kernels.partial_attention[total, splits, blocks](
             query, runs.keys, runs.values, *scale_zero, runs.start, runs.length, bits,
             part_out, part_top, part_sum, scale, rows, q, runs.heads, split, splits,
@@ -155,7 +155,7 @@ def attend_with_lse(
 
 def row_block(rows: int, slot_bytes: int) -> int:
     """Query rows per program, for rows whose query and output take as many elements as a slot's key and value."""
-    return max(FEWEST_ROWS, min(MOST_ROWS, ROW_BYTES // slot_bytes, _power(rows)))
+    return max(FEWEST_ROWS, min(MOST_ROWS, ROW_BYTES // slot_bytes, power(rows)))
 
 
 def tile_size(slot_bytes: int) -> int:
@@ -172,7 +172,7 @@ def split_size(slots: int, tile: int, processors: int) -> int:
     return max(2, -(-wanted // tile)) * tile
 
 
-def _power(number: int) -> int:
+def power(number: int) -> int:
     """The smallest power of two that is not below `number`."""
     return 1 << max(0, number - 1).bit_length()
 
@@ -182,7 +182,7 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device, which need not be the tensors'."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from foveakv.core.budget import Geometry, parse_budget
-from foveakv.core.fused_columns import Fused
+from foveakv.core.fused_columns import Fused, WholeColumns
 from foveakv.core.prompt import PromptMap
 from foveakv.methods.slots import Chunks as Chunks
 from foveakv.methods.slots import Slots as Slots
@@ -191,7 +191,7 @@ class PrefillView(LayerView):
     visible: Callable[[Tensor], Tensor] | None
     pruned: bool = False
     repeated: Repeated | None = None
-    fused: Fused | None = None
+    fused: Fused | WholeColumns | None = None
 
 
 @dataclass

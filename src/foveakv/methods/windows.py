@@ -50,10 +50,10 @@ def scores_of_window(view: PrefillView, rows: Tensor) -> Tensor:
     """Return the mean attention from the last `rows` int64 [B] real rows of each sequence: [B, H, C]."""
     real, most = view.prompt.real, int(rows.max())
     if most == int(rows.min()):
-        return window_scores(view.query, view.keys, most, view.scaling, view.visible, real)
+        return window_scores(view.query, view.keys, most, view.scaling, view.visible, real, fused=view.fused)
     columns, valid = last_rows(real, most)
     valid = valid & (from_end(real).gather(1, columns) <= rows[:, None])
-    sums = column_sums(view.query, view.keys, columns, valid, view.scaling, view.visible)
+    sums = column_sums(view.query, view.keys, columns, valid, view.scaling, view.visible, fused=view.fused)
     group = view.query.shape[1] // view.keys.shape[1]
     return sums / (valid.sum(-1).clamp_min(1) * group)[:, None, None]
 

@@ -300,7 +300,7 @@ class CompressedCache(compat.Cache):
             raise CacheInUseError(f"this cache has {segments.batch} sequences, but the inputs have {batch}")
         if self.clock is not None:
             self.clock.check_room(new)
-        if prompt is not None and self.preallocated is None:
+        if prompt is not None:  # before the prefill asks for the fused sums: every request then computes alike
             kernels.prepare(prompt.kinds.device, itemsize=itemsize, backend=self.backend)
         self._prefilling = not self.prefilled
         if prompt is not None and self._prefilling:

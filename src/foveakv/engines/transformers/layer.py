@@ -18,7 +18,7 @@ from foveakv.engines.transformers.masks import Mask, stored_mask, visible_rows
 from foveakv.engines.transformers.second_pass import attend_twice
 from foveakv.engines.transformers.slots import StoredChunks, StoredSlots
 from foveakv.errors import CacheInUseError, UnsupportedModeError
-from foveakv.kernels import cpu_columns, decode_attention
+from foveakv.kernels import decode_attention, fused_columns
 from foveakv.kernels.cpu_chunks import chunk_kernel
 from foveakv.kernels.paged import attend_with_pages
 from foveakv.memory.chunks import ChunkStore
@@ -203,7 +203,7 @@ class CompressedLayer(compat.CacheLayerMixin):
         prompt, positions, pruned = cache.columns(self.compressed_idx)
         view = PrefillView(
             *self._shared(query, scaling), keys, values, positions, prompt, visible_rows(mask, keys.shape[-2]), pruned,
-            fused=cpu_columns if cpu_columns.usable(keys) else None,
+            fused=fused_columns(keys, cache.backend),
         )  # fmt: skip
         if cache.method.observes.second_pass:
             if not wanted:
@@ -301,7 +301,9 @@ class CompressedLayer(compat.CacheLayerMixin):
                 query, segments.runs, scaling, pages, allowed, page_mask, **wanted
             )
         if method.evicts_while_decoding or observes.attention_sum or observes.steps:
-            view = DecodeView(*self._shared(query, scaling), StoredSlots(segments), self.seen, attention_sum)
+            view = DecodeView(
+                *self._shared(query, scaling), StoredSlots(segments, cache.backend), self.seen, attention_sum
+            )
             decision = method.decode(view)
             if decision is not None:
                 self._evict(returned(method, "decode", decision))
@@ -314,11 +316,11 @@ class CompressedLayer(compat.CacheLayerMixin):
         store = self.store
         if store is None or not store.choosing:
             return None
-        method = self.cache.method
-        relevance = method.read(ReadView(*self._shared(query, scaling), StoredChunks(store), self.seen))
+        method, backend = self.cache.method, self.cache.backend
+        relevance = method.read(ReadView(*self._shared(query, scaling), StoredChunks(store, backend), self.seen))
         check_relevance(method.name, relevance, store)
         if store.in_place:
-            asked, hits = store.pick(relevance, chunk_kernel(query.device))
+            asked, hits = store.pick(relevance, chunk_kernel(query.device, backend))
         else:
             asked, hits = store.fetch(self._stored, relevance)
         self.counts.retrieved += asked

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from foveakv.kernels import cpu_scores
+from foveakv.kernels import COMPILED, cpu_scores
 from foveakv.kernels.cpu_chunks import chunk_kernel
 from foveakv.memory.chunks import ChunkStore
 from foveakv.memory.segments import Segments
@@ -14,10 +14,11 @@ from foveakv.memory.segments import Segments
 class StoredSlots:
     """View of one layer's segments during a decode step; implements `foveakv.methods.views.Slots`."""
 
-    __slots__ = ("_segments",)
+    __slots__ = ("_backend", "_segments")
 
-    def __init__(self, segments: Segments) -> None:
+    def __init__(self, segments: Segments, backend: str = "auto") -> None:
         self._segments = segments
+        self._backend = backend  # of the cache
 
     @property
     def batch(self) -> int:
@@ -95,7 +96,7 @@ class StoredSlots:
     ) -> Tensor | None:
         """Add to a field and find the lowest slot of every group in one pass; None if only possible in two passes."""
         segments = self._segments
-        if not cpu_scores.usable(segments.flat(name), amounts):
+        if self._backend not in COMPILED or not cpu_scores.usable(segments.flat(name), amounts):
             return None
         return cpu_scores.add_and_find(
             segments.runs, segments.flat(name), amounts, low, high, per_head=per_head, by_position=by_position,
@@ -106,11 +107,12 @@ class StoredSlots:
 class StoredChunks:
     """The offloaded chunks of a layer as a method sees them: `foveakv.methods.views.Chunks` over a `ChunkStore`."""
 
-    __slots__ = ("_store",)
+    __slots__ = ("_backend", "_store")
 
-    def __init__(self, store: ChunkStore) -> None:
+    def __init__(self, store: ChunkStore, backend: str = "auto") -> None:
         self._store = store
+        self._backend = backend  # of the cache
 
     def relevance(self, query: Tensor, scaling: float) -> Tensor:
         """See `foveakv.methods.views.Chunks.relevance`."""
-        return self._store.relevance(query, scaling, chunk_kernel(query.device))
+        return self._store.relevance(query, scaling, chunk_kernel(query.device, self._backend))
