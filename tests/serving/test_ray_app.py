@@ -34,9 +34,14 @@ def test_mistakes_in_settings(wrong: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def cluster() -> Iterator[Any]:
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     import ray
     from ray import serve
+
+    # On a busy machine Ray's own processes take minutes to start; it would replace them again and again.
+    for name in ("READY_CHECK_TIMEOUT_S", "HEALTH_CHECK_TIMEOUT_S"):
+        monkeypatch.setenv(f"RAY_SERVE_PROXY_{name}", "200")
+    monkeypatch.setattr("ray.serve._private.api.HTTP_PROXY_TIMEOUT", 300, raising=False)
 
     paths = os.pathsep.join([str(Path(__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")])
     ray.init(
@@ -54,7 +59,7 @@ def cluster() -> Iterator[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_two_replicas(cluster: str, tmp_path: Path) -> None:
     import openai
     import ray

@@ -90,7 +90,7 @@ class FoveaKVOptions(_Strict):
     """
 
     method: str | None = None
-    budget: float | int | str | None = None
+    budget: float | int | Annotated[str, Field(max_length=32)] | None = None
     options: dict[str, Any] | None = None
     kv_dtype: Literal["int8", "int4"] | None = None
     kept: bool | Literal["layers"] = False
