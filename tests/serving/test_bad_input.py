@@ -204,11 +204,12 @@ CHOICES: list[tuple[dict[str, Any], str]] = [
     ({"budget": 0.5, "options": {"budget": 0.1}}, "foveakv.budget"),
     ({"budget": -1}, "foveakv"),
     ({"budget": "much"}, "foveakv"),
-    ({"budget": "9" * 1000}, "foveakv.budget.constrained-str"),
+    ({"budget": "9" * 1000}, "foveakv.budget"),
     ({"budget": 1e300}, "foveakv"),
     ({"options": {"window": "a"}}, "foveakv"),
     ({"options": {"nothing": 1}}, "foveakv"),
     ({"kv_dtype": "int2"}, "foveakv.kv_dtype"),
+    ({"kept": "some"}, "foveakv.kept"),
     ({"method": "h2o", "options": {"preset": "small"}}, "foveakv"),
 ]
 
