@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import tiny_folder
 pytest.importorskip("ray.serve", reason="Ray Serve is missing: pip install 'foveakv[ray]'")
 
 from foveakv.errors import FoveaKVError
-from foveakv.serving.ray_app import ReplicaSettings, build
+from foveakv.serving.ray_app import Replica, ReplicaSettings, application, build, services
 
 
 def test_settings_are_read_from_text() -> None:
@@ -31,6 +32,26 @@ def test_settings_are_read_from_text() -> None:
 def test_mistakes_in_settings(wrong: dict[str, Any]) -> None:
     with pytest.raises(FoveaKVError):
         build(wrong)
+
+
+def test_the_application_of_a_replica(tmp_path: Path) -> None:
+    """Without Ray: what a replica builds answers requests, and its health follows its engine."""
+    folder = tiny_folder.save(tmp_path / "model", chat=True)
+    given = {"model": str(folder), "name": served.MODEL, "method": "snapkv", "options": {"window": 4}, "budget": "50%"}
+    app = application(ReplicaSettings.read(given))
+
+    async def ask() -> Any:
+        body = {"model": served.MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
+        transport = served.httpx.ASGITransport(app=app)
+        async with served.httpx.AsyncClient(transport=transport, base_url="http://replica", timeout=60) as client:
+            return await client.post("/v1/chat/completions", json=body)
+
+    answer = asyncio.run(ask())
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 3
+    Replica().check_health()
+    services.pop().engine.close()
+    Replica().check_health()  # of a process whose model is not loaded yet
 
 
 @pytest.fixture
