@@ -20,7 +20,7 @@ from served import MODEL, SNAPKV, Running, data_url, error_of, httpx, openai, pa
 from foveakv.serving.choice import Policy
 from foveakv.serving.limits import Limits
 
-POLICY = Policy("snapkv", {"budget": 0.5, **served.SMALL})
+POLICY = Policy("snapkv", {"budget": 0.5, **served.SMALL}, allow_options=True)
 LIMITS = Limits(
     max_images=4, max_image_bytes=200_000, max_image_pixels=250_000, max_total_pixels=300_000, max_body_bytes=2_000_000,
     max_new_tokens=50, max_text_chars=5000, body_seconds=1.0, max_choices=2,
@@ -204,9 +204,12 @@ CHOICES: list[tuple[dict[str, Any], str]] = [
     ({"budget": 0.5, "options": {"budget": 0.1}}, "foveakv.budget"),
     ({"budget": -1}, "foveakv"),
     ({"budget": "much"}, "foveakv"),
+    ({"budget": "9" * 1000}, "foveakv.budget"),
+    ({"budget": 1e300}, "foveakv"),
     ({"options": {"window": "a"}}, "foveakv"),
     ({"options": {"nothing": 1}}, "foveakv"),
     ({"kv_dtype": "int2"}, "foveakv.kv_dtype"),
+    ({"kept": "some"}, "foveakv.kept"),
     ({"method": "h2o", "options": {"preset": "small"}}, "foveakv"),
 ]
 
@@ -290,6 +293,7 @@ def test_what_the_operator_allows() -> None:
     with running(policy=policy) as server:
         assert [*policy.methods] == ["snapkv", "h2o"]
         assert server.error("hello", foveakv={"method": "full"})["param"] == "foveakv.method"
+        assert server.error("hello", foveakv={"options": {"kernel": 10**9}})["param"] == "foveakv.options.kernel"
         assert server.error("hello there", foveakv={"budget": 0.9})["param"] == "foveakv.budget"
         assert server.error("hello there", foveakv={"budget": 1000})["param"] == "foveakv.budget"
         assert server.chat("hello there", extra_body={"foveakv": {"budget": 0.4}}).usage.completion_tokens == 6

@@ -28,7 +28,7 @@ def server() -> Iterator[Running]:
 def served_policy() -> Any:
     from foveakv.serving.choice import Policy
 
-    return Policy("snapkv", {"budget": 0.5, **served.SMALL})
+    return Policy("snapkv", {"budget": 0.5, **served.SMALL}, allow_options=True)
 
 
 def expected(content: list[dict[str, Any]], method: Any, tokens: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import tiny_folder
 pytest.importorskip("ray.serve", reason="Ray Serve is missing: pip install 'foveakv[ray]'")
 
 from foveakv.errors import FoveaKVError
-from foveakv.serving.ray_app import ReplicaSettings, build
+from foveakv.serving.ray_app import Replica, ReplicaSettings, application, build, services
 
 
 def test_settings_are_read_from_text() -> None:
@@ -33,10 +34,35 @@ def test_mistakes_in_settings(wrong: dict[str, Any]) -> None:
         build(wrong)
 
 
+def test_the_application_of_a_replica(tmp_path: Path) -> None:
+    """Without Ray: what a replica builds answers requests, and its health follows its engine."""
+    folder = tiny_folder.save(tmp_path / "model", chat=True)
+    given = {"model": str(folder), "name": served.MODEL, "method": "snapkv", "options": {"window": 4}, "budget": "50%"}
+    app = application(ReplicaSettings.read(given))
+
+    async def ask() -> Any:
+        body = {"model": served.MODEL, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3}
+        transport = served.httpx.ASGITransport(app=app)
+        async with served.httpx.AsyncClient(transport=transport, base_url="http://replica", timeout=60) as client:
+            return await client.post("/v1/chat/completions", json=body)
+
+    answer = asyncio.run(ask())
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["usage"]["completion_tokens"] == 3
+    Replica().check_health()
+    services.pop().engine.close()
+    Replica().check_health()  # of a process whose model is not loaded yet
+
+
 @pytest.fixture
-def cluster() -> Iterator[Any]:
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     import ray
     from ray import serve
+
+    # On a busy machine Ray's own processes take minutes to start; it would replace them again and again.
+    for name in ("READY_CHECK_TIMEOUT_S", "HEALTH_CHECK_TIMEOUT_S"):
+        monkeypatch.setenv(f"RAY_SERVE_PROXY_{name}", "200")
+    monkeypatch.setattr("ray.serve._private.api.HTTP_PROXY_TIMEOUT", 300, raising=False)
 
     paths = os.pathsep.join([str(Path(__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")])
     ray.init(
@@ -54,7 +80,7 @@ def cluster() -> Iterator[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_two_replicas(cluster: str, tmp_path: Path) -> None:
     import openai
     import ray

@@ -52,6 +52,9 @@ def serve(
     per_request: Annotated[
         bool, typer.Option("--per-request/--no-per-request", help="Let requests choose method, budget and options.")
     ] = True,
+    allow_options: Annotated[
+        bool, typer.Option("--allow-options", help="Let requests set options of methods; for trusted clients.")
+    ] = False,
     max_budget: Annotated[
         float | None, typer.Option(help="Largest share of the prompt that a request may choose to keep.")
     ] = None,
@@ -117,7 +120,7 @@ def serve(
     policy = {
         "method": method, "options": options, "kv_dtype": kv_dtype, "residual_length": residual_length,
         "allowed": None if allow_methods is None else tuple(_names(allow_methods)), "max_budget": max_budget,
-        "per_request": per_request,
+        "per_request": per_request, "allow_options": allow_options,
     }  # fmt: skip
     limits = {
         "kv_bytes": None if kv_bytes is None else _bytes("--kv-bytes", kv_bytes), "max_queue": max_queue,

@@ -37,7 +37,8 @@ class Policy:
     method: used where a request names none. options: the default's options, its budget included. kv_dtype,
     residual_length: of the caches. allowed: methods that requests may name; None: all that the server can make.
     max_budget: the largest share of the prompt that a request may keep. per_request: whether requests may choose at
-    all.
+    all. allow_options: whether requests may set options of methods other than `preset`; some values make a prefill
+    arbitrarily slow, so this is for clients that are trusted.
 
     Raises:
         MethodError: the default method or one of the allowed ones does not exist or cannot be made.
@@ -50,6 +51,7 @@ class Policy:
     allowed: tuple[str, ...] | None = None
     max_budget: float | None = None
     per_request: bool = True
+    allow_options: bool = False
 
     def __post_init__(self) -> None:
         self.default()
@@ -94,6 +96,8 @@ class Policy:
         options = dict(self.options) if name == self.method else {}
         own = dict(wanted.options or {})
         for option in own:
+            if option != "preset" and not self.allow_options:
+                raise _refused("this server does not let requests set options", f"foveakv.options.{option}")
             if option in OPERATORS or _holds_path(name, option):
                 raise _refused(f"{option} can be set by the operator alone", f"foveakv.options.{option}")
         if wanted.budget is not None:

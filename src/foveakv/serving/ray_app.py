@@ -89,11 +89,11 @@ class Replica:
 
     def check_health(self) -> None:
         """Called by Ray, which replaces a replica that raises."""
-        if _services and not _services[-1].engine.status().alive:
+        if services and not services[-1].engine.status().alive:
             raise RuntimeError("the engine has stopped")
 
 
-_services: list[Any] = []
+services: list[Any] = []
 """The service of this process."""
 
 
@@ -107,7 +107,7 @@ def application(settings: ReplicaSettings) -> Any:
     name = settings.name or settings.model
     is_demo = settings.model == "demo"
     service = build_service(loaded, name, policy=settings.policy(), limits=limits, is_demo=is_demo)
-    _services.append(service)
+    services.append(service)
     return create_app(service, api_key=os.environ.get(KEY_VARIABLE) or None)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 import pydantic
@@ -31,6 +32,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "service_tier": (None, "auto", "default"),
 }
 """Fields of OpenAI's that are not supported, and the values that ask for nothing, which are accepted."""
+
+_TYPES = re.compile(r"(float|int|bool|str|constrained-str|literal\[.*\])$")
+"""What pydantic adds to the place of an error for each type of a union."""
 
 _IDS = ("user", "safety_identifier", "prompt_cache_key")  # name the caller, and change no reply
 
@@ -90,7 +94,7 @@ class FoveaKVOptions(_Strict):
     """
 
     method: str | None = None
-    budget: float | int | str | None = None
+    budget: float | int | Annotated[str, Field(max_length=32)] | None = None
     options: dict[str, Any] | None = None
     kv_dtype: Literal["int8", "int4"] | None = None
     kept: bool | Literal["layers"] = False
@@ -163,7 +167,7 @@ def _unsupported(name: str) -> ApiError:
 def _explained(error: pydantic.ValidationError) -> ApiError:
     """The first mistake, as OpenAI words it."""
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    name = ".".join(str(part) for part in first["loc"])
+    name = ".".join(str(part) for part in first["loc"] if not _TYPES.match(str(part)))
     if first["type"] == "extra_forbidden":
         return _unsupported(name)
     code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
