@@ -18,19 +18,18 @@ def check_config(config: Any, kv_cache_config: Any) -> None:
         UnsupportedModelError: the model's attention cannot be compressed.
     """
     parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
-    heads = model.get_total_num_kv_heads()
-    ranks = parallel.tensor_parallel_size
     refusals = {
         "prefix caching: blocks whose content changes must not be found by their hash; pass "
         "enable_prefix_caching=False (--no-enable-prefix-caching)": cache.enable_prefix_caching,
         "speculative decoding; leave speculative_config out": config.speculative_config is not None,
         "LoRA; leave enable_lora out": config.lora_config is not None,
-        "pipeline parallelism; use tensor_parallel_size": parallel.pipeline_parallel_size > 1,
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "data parallelism inside one engine; start several servers": parallel.data_parallel_size > 1,
         "context parallelism": _any_above_one(
             parallel, ("decode_context_parallel_size", "prefill_context_parallel_size")
         ),
-        f"{ranks} tensor-parallel ranks for {heads} KV heads; use a divisor of {heads}": heads % ranks != 0,
+        # Workers gather heads over ranks (`private.TensorParallel`), but that has not been tested.
+        "tensor parallelism yet; use tensor_parallel_size=1": parallel.tensor_parallel_size > 1,
         'kv_load_failure_policy "recompute"; use "fail", by which refused requests end': (
             config.kv_transfer_config.kv_load_failure_policy != "fail"
         ),
