@@ -206,8 +206,8 @@ def _bytes(option: str, text: str) -> int:
 
     try:
         found = parse_budget(int(text) if text.isdigit() else text)
-    except BudgetError:
+    except (BudgetError, ValueError):  # ValueError: Python converts no text of thousands of digits
         found = None
     if found is None or found.kind == "ratio" or int(found.value) < 1:
-        raise InputError(f"{option}: {text} is no number of bytes such as 67108864 or 64MiB")
+        raise InputError(f"{option}: {text[:40]} is no number of bytes such as 67108864 or 64MiB")
     return int(found.value)

@@ -14,6 +14,8 @@ from foveakv.methods import Method
 SLOT_EXTRA = 16
 """Bytes for the position and the fields of a slot, such as accumulated attention."""
 _BITS = {"int8": 8, "int4": 4}
+SMALLEST_PAGE = 4
+"""Tokens of the smallest page that Quest chooses by itself."""
 FIXED = 64 * 1024
 """Bytes for what does not grow with the prompt."""
 
@@ -49,7 +51,8 @@ class Sizes:
             budget = parse_budget(getattr(method, "budget", 1.0))
             kept = min(kept, int(budget.steady(self.geometry(prompt_tokens)).max()))
         slots = self._bytes(kept + new_tokens, options)
-        slots += slots // 4 if method.retrieves else 0  # digests
+        if method.retrieves:
+            slots += max(slots // 4, self._bounds(method, prompt_tokens))  # digests
         return slots + FIXED + self._windows(prompt_tokens + new_tokens)
 
     def growth(self, options: CacheOptions, new_tokens: int) -> int:
@@ -65,6 +68,12 @@ class Sizes:
             per_slot *= 1.3 * _BITS[options.kv_dtype] / (8 * self.itemsize)  # with scales
             extra = options.residual_length * self.token_bytes
         return int(slots * heads * (per_slot + SLOT_EXTRA) + extra)
+
+    def _bounds(self, method: Method, prompt_tokens: int) -> int:
+        """Bytes of the bounds of all pages, in the model's dtype whatever slots are stored in; 0 without pages."""
+        pages = getattr(method, "page_size", 0)
+        size = pages if isinstance(pages, int) else SMALLEST_PAGE
+        return -(-prompt_tokens * self.token_bytes // size) if size else 0
 
     def _windows(self, tokens: int) -> int:
         """Layers with a sliding window are transformers' own."""

@@ -85,8 +85,8 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         family, kind, proto, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, kind, proto)
-    except OSError as error:
-        raise InputError(f"cannot listen on {host}: {error.strerror or error}") from error
+    except (OSError, UnicodeError) as error:  # UnicodeError: no host name can be that long
+        raise InputError(f"cannot listen on {host}: {getattr(error, 'strerror', None) or error}") from error
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)
