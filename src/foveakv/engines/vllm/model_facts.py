@@ -61,7 +61,7 @@ def _folder(model: str, revision: str | None) -> Path:
 
     try:
         return Path(snapshot_download(model, revision=revision, local_files_only=True, allow_patterns="*.safetensors"))
-    except Exception as error:
+    except (OSError, ValueError) as error:  # what the hub raises for files or names that it does not have
         raise MethodError(
             f"the files of {model} are not on this machine, so its calibration file cannot be found; name the deciding "
             "layer (score_layer=16)"
