@@ -26,21 +26,6 @@ RULES = HybridKV(theta=0.998, window=4, budget=0.5, k_ratio=0.1)
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
-    """In fp64, with sharper queries than random weights give."""
-    model = families.build("llava", dtype=torch.float64)
-    with torch.no_grad():
-        for layer in model.model.language_model.layers:
-            layer.self_attn.q_proj.weight.mul_(8)
-    return model
-
-
-@pytest.fixture(scope="module")
-def inputs() -> dict[str, Tensor]:
-    return families.prompt("llava", images=2, dtype=torch.float64)
-
-
-@pytest.fixture(scope="module")
 def found(model: Any, inputs: dict[str, Tensor]) -> Focus:
     prompts = {"one": inputs, "two": inputs}
     maps = head_maps(model, prompts, RULES)
