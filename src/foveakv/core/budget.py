@@ -38,7 +38,7 @@ class Geometry:
 
     batch: number of sequences. contexts: prompt tokens of each sequence, without padding. layers: number of layers that
     store a cache. kv_heads: KV heads per layer. head_dim, value_dim: dimensions of keys and of values. itemsize: bytes
-    of one stored number.
+    of one stored number. shares_of: tokens of each sequence that a share is of, where these are not `contexts`.
 
     Raises:
         BudgetError: `contexts` does not have one length per sequence.
@@ -51,13 +51,16 @@ class Geometry:
     head_dim: int
     value_dim: int
     itemsize: int
+    shares_of: Sequence[int] | Tensor | None = None
 
     def __post_init__(self) -> None:
-        contexts = self.contexts.tolist() if isinstance(self.contexts, Tensor) else self.contexts
-        contexts = tuple(int(c) for c in contexts)
-        if len(contexts) != self.batch or min(contexts, default=0) < 0:
-            raise BudgetError(f"Geometry: {self.batch} sequences need as many prompt lengths >= 0, got {contexts}")
-        object.__setattr__(self, "contexts", contexts)
+        for name in ("contexts", "shares_of"):
+            given = getattr(self, name)
+            given = self.contexts if given is None else given
+            lengths = tuple(int(c) for c in (given.tolist() if isinstance(given, Tensor) else given))
+            if len(lengths) != self.batch or min(lengths, default=0) < 0:
+                raise BudgetError(f"Geometry: {self.batch} sequences need as many prompt lengths >= 0, got {lengths}")
+            object.__setattr__(self, name, lengths)
 
     @property
     def heads(self) -> int:
@@ -113,7 +116,7 @@ class Budget:
         if self.kind == "tokens":
             counts = [int(self.value)] * len(contexts)
         else:
-            counts = [math.floor(self.value * c) for c in contexts]
+            counts = [math.floor(self.value * int(c)) for c in geometry.shares_of or ()]
         return torch.tensor([_clip(n, c) for n, c in zip(counts, contexts, strict=True)], dtype=torch.int64)
 
     def steady(self, geometry: Geometry) -> Tensor:
@@ -144,8 +147,8 @@ class Budget:
         if self.kind != "ratio":
             return self.tokens(geometry) * geometry.heads
         slots = [
-            min(max(math.floor(self.value * int(c) * geometry.heads), geometry.heads), int(c) * geometry.heads)
-            for c in geometry.contexts
+            min(max(math.floor(self.value * int(share) * geometry.heads), geometry.heads), int(c) * geometry.heads)
+            for c, share in zip(geometry.contexts, geometry.shares_of or (), strict=True)
         ]
         return torch.tensor(slots, dtype=torch.int64)
 

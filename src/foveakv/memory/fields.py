@@ -41,6 +41,11 @@ class SlotFields:
         if padded is not None:
             self.set_field(name, padded)
 
+    @property
+    def field_names(self) -> list[str]:
+        """Names of all side fields."""
+        return list(self._fields)
+
     def field(self, name: str) -> Tensor:
         """[B, H, M] padded copy; 0 beyond a run's length. KeyError: no such field."""
         return self._layout.padded(self.flat(name), 0)

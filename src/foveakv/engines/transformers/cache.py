@@ -19,18 +19,18 @@ from torch import Tensor
 from foveakv import kernels
 from foveakv.core.budget import Geometry
 from foveakv.core.prompt import PromptMap
-from foveakv.engines.transformers import compat
+from foveakv.engines.transformers import compat, contexts
+from foveakv.engines.transformers.blocks import Block, Reads
 from foveakv.engines.transformers.decision_checks import check_stream_layer, decisions_of_layers
 from foveakv.engines.transformers.decisions import Storage
 from foveakv.engines.transformers.layer import CompressedLayer
 from foveakv.engines.transformers.options import CacheOptions
 from foveakv.engines.transformers.preallocated import PreallocatedLayer, StepState, preallocate
-from foveakv.engines.transformers.sizes import geometry_of, head_dim, layer_nbytes, positions_of, warn_beyond_positions
+from foveakv.engines.transformers.sizes import head_dim, layer_nbytes, positions_of, warn_beyond_positions
 from foveakv.engines.transformers.stream import Stream
 from foveakv.errors import (
     CacheInUseError,
     MethodError,
-    NoVisualTokensError,
     UnsupportedModeError,
     UnsupportedModelError,
 )
@@ -88,7 +88,13 @@ class CompressedCache(compat.Cache):
 
     def _forget(self) -> None:
         self.state: State | None = None  # the method's per-request state
-        self.prompt: PromptMap | None = None
+        self.prompt: PromptMap | None = None  # what has been compressed
+        self.context: PromptMap | None = None  # the same with what later blocks stored whole
+        self.block: Block | None = None  # the further block that is being read
+        self.turn_start = 0  # columns before it belong to earlier turns
+        self.first_columns = 0  # of the first prompt
+        self.first_lengths: Tensor | None = None  # tokens of each sequence of the first prompt, int64 [B]
+        self.undecided = False  # the method has not begun, since it evicts visual tokens only and has seen none
         self._request: PromptView | None = None  # the complete prompt
         self.clock: StepState | None = None  # with preallocated slots, once the prompt is complete
         self.stream: Stream | None = None  # tokens kept in the residual stream during the prefill
@@ -136,6 +142,8 @@ class CompressedCache(compat.Cache):
         self.note_peak()
         before = self.seen
         super().crop(tokens_to_remove)
+        if self.context is not None and self.context.columns > self.seen:
+            self.context = PromptMap(self.context.kinds[:, : self.seen], self.context.index[:, : self.seen])
         if self.clock is not None:
             self.clock.end(self.seen - before)
 
@@ -158,7 +166,10 @@ class CompressedCache(compat.Cache):
 
     def _select(self, index: Tensor) -> None:
         if self.prompt is not None:
-            self.prompt = self.prompt.select(index.to(self.prompt.kinds.device))
+            index = index.to(self.prompt.kinds.device)
+            self.prompt = self.prompt.select(index)
+            self.context = None if self.context is None else self.context.select(index)
+            self.first_lengths = None if self.first_lengths is None else self.first_lengths[index.cpu()]
             slots = int(self.prompt.lengths.sum())
             for layer in self.compressed:
                 layer.count_sequences(slots)
@@ -196,6 +207,11 @@ class CompressedCache(compat.Cache):
     def prefilled(self) -> bool:
         """Whether the prompt is complete and compressed."""
         return self.compressed[-1].segments is not None
+
+    @property
+    def compresses_chunks(self) -> bool:
+        """Whether chunks of a prompt are compressed one by one."""
+        return self.options.chunks == "compress"
 
     @property
     def prompt_columns(self) -> int:
@@ -279,17 +295,19 @@ class CompressedCache(compat.Cache):
         batch: int | None = None,
         mask: Tensor | None = None,
         kinds_known: bool = True,
+        block: Reads | None = None,
     ) -> None:
         """Prepare a forward pass.
 
         Args:
             new: number of new tokens.
-            prompt: map of the new tokens; required until the cache is `prefilled`.
+            prompt: map of the new tokens; required until the cache is `prefilled`, and for blocks.
             total: length of the prompt if it is read in chunks, else None.
             itemsize: bytes of one key element.
             batch: number of sequences.
-            mask: [B, >= new], 0 at padding; used with preallocated slots only.
+            mask: [B, >= new], 0 at padding; or None, or a mask that the caller prepared.
             kinds_known: False if the inputs do not say which tokens are visual.
+            block: what the pass reads, if a block of a context that has further ones.
         """
         if self.forward_tokens is not None:
             raise CacheInUseError(
@@ -303,47 +321,21 @@ class CompressedCache(compat.Cache):
         if prompt is not None:  # before the prefill asks for the fused sums: every request then computes alike
             kernels.prepare(prompt.kinds.device, itemsize=itemsize, backend=self.backend)
         self._prefilling = not self.prefilled
-        if prompt is not None and self._prefilling:
-            self.last_chunk = total is None or self.seen + new >= total
-            before = self.prompt
-            self.kinds_known = self.kinds_known and kinds_known
-            try:
-                self._take_prompt(prompt, itemsize)
-            except BaseException:
-                self.prompt, self._request, self.state = before, None, None  # undo this call
-                raise
+        before = self.prompt, self._request, self.state, self.context, self.turn_start, self.undecided
+        try:
+            if prompt is not None:
+                self.kinds_known = self.kinds_known and kinds_known
+                contexts.begin(self, prompt, itemsize, new, total, block, mask)
+        except BaseException:
+            self.prompt, self._request, self.state, self.context, self.turn_start, self.undecided = before
+            raise
         if self.trace is not None:
             self.trace.append({})
         if self.clock is not None:
-            self.clock.begin(new, mask)
+            self.clock.begin(new, mask if isinstance(mask, Tensor) and mask.ndim == 2 else None)
         warn_beyond_positions(self.config, self.seen, new)
         self.forward_tokens = new
         self._started = time.perf_counter()
-
-    def _take_prompt(self, prompt: PromptMap, itemsize: int) -> None:
-        method = self.method
-        self.prompt = prompt if self.prompt is None else self.prompt.concat(prompt)
-        if not self.last_chunk and (method.prunes_after is not None or method.observes.second_pass):
-            what = "drop_hidden_states" if method.prunes_after is not None else "a second pass"
-            raise UnsupportedModeError(
-                f"{method.name} with {what} needs the whole prompt in one forward pass; remove prefill_chunk_size"
-            )
-        if not self.last_chunk:
-            return
-        layers = tuple(layer.layer_idx for layer in self.compressed)
-        geometry = geometry_of(self.config, self.prompt, len(self.compressed), itemsize)
-        self._request = PromptView(self.prompt, geometry, layers, len(self.layers))
-        if method.visual_only and not bool(self.prompt.visual.any()):
-            if not self.kinds_known:
-                raise NoVisualTokensError(
-                    f"{method.name} evicts visual tokens only, and inputs_embeds do not say which tokens are visual: "
-                    "pass mm_token_type_ids as well (0 text, 1 image, 2 video)"
-                )
-            raise NoVisualTokensError(
-                f"{method.name} evicts visual tokens only, and this prompt has no image or video; add one, or use "
-                "snapkv, h2o or streaming for text"
-            )
-        self.state = method.begin(self._request)
 
     def end_forward(self, model_state: list[Any]) -> None:
         """Finish a forward pass; `model_state` is what the model stores on itself (M-RoPE offsets)."""
@@ -356,8 +348,10 @@ class CompressedCache(compat.Cache):
                 self.clock.end(self.forward_tokens or 0)
                 for layer in self.compressed:
                     layer.seen += self.forward_tokens or 0
+        if self.block is not None:
+            contexts.end_block(self)
         self.model_state = model_state
-        self.forward_tokens = None
+        self.forward_tokens = self.block = None
 
     def prune_stream(self, keep: Tensor, compressed_idx: int) -> None:
         """Prune tokens from the residual stream for the layers after `compressed_idx`; keep: bool [B, C].
@@ -376,11 +370,12 @@ class CompressedCache(compat.Cache):
         """Finish the prefill of one layer, which has noted the peak; after the last one, carry out `after_prefill`."""
         if layer.compressed_idx < len(self.compressed) - 1:
             return
-        taken = self.method.after_prefill(PromptEndView(self.request, self.state))
+        taken = None if self.undecided else self.method.after_prefill(PromptEndView(self.request, self.state))
         made = decisions_of_layers(self.method, taken, len(self.compressed))
         for done, decision in zip(self.compressed, made, strict=True):
             done.settle(decision)
-            done.count_prompt()
+            if self.block is None:
+                done.count_prompt()
         self.note_peak()
         if self.preallocated is not None:
             self.clock = preallocate(self)

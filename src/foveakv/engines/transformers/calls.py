@@ -24,6 +24,7 @@ class SessionState:
         method, options: every cache that is made in the session gets these; method: `given` for this model, see
             `Method.for_model`.
         prompt_total: set inside `chunked_prefill`: prompts are complete at this number of tokens.
+        prompt_from: with it, the tokens that were there when its first chunk was read.
         caches: those of the latest call, the prompt's first. A call with a second branch (the unconditional one of
             classifier-free guidance) has one more for each.
         calls: calls in progress.
@@ -33,6 +34,7 @@ class SessionState:
     options: CacheOptions
     method: Method = field(init=False)
     prompt_total: int | None = None
+    prompt_from: int | None = None
     caches: list[CompressedCache] = field(default_factory=list)
     calls: weakref.WeakSet[Call] = field(default_factory=weakref.WeakSet)
 
@@ -51,6 +53,8 @@ class Call:
         session: the session that makes the caches of the call; None when the call brought a cache of `cache_for`.
         generating: whether this is a call of `generate`, which prepares position ids before each forward pass.
         prompt_total: the prompt is complete at this number of tokens; None: it is read in one forward pass.
+        began: tokens of the passed cache when the call began.
+        feeding: whether this is a call of `session.feed`.
         caches: the cache that was passed in, if any, and those made since.
         running: the cache of the forward pass in progress.
         compiled: the compiled forward that the next pass is to run, f(model, **arguments).
@@ -60,6 +64,8 @@ class Call:
     session: SessionState | None
     generating: bool = False
     prompt_total: int | None = None
+    began: int = 0
+    feeding: bool = False
     caches: list[CompressedCache] = field(default_factory=list)
     running: CompressedCache | None = None
     compiled: Callable[..., Any] | None = None

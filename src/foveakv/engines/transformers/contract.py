@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from foveakv.core.prompt import PromptMap
+from foveakv.engines.transformers.blocks import Block
 from foveakv.engines.transformers.decisions import Storage
 from foveakv.engines.transformers.masks import Mask
 from foveakv.methods.base import Method
@@ -45,6 +46,8 @@ class OwningCache(Protocol):
     trace: list[dict[int, Tensor]] | None
     forward_tokens: int | None
     last_chunk: bool
+    block: Block | None
+    undecided: bool
     owner: weakref.ref[Any] | None
 
     @property

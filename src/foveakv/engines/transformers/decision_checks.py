@@ -128,6 +128,14 @@ def check_stream_layer(method: Method, compressed_idx: int) -> None:
         )
 
 
+def check_further(method: str, decision: Decision) -> None:
+    """Raise `MethodError` where a decision about a further block asks for what only a first prompt can have."""
+    if decision.stream is not None:
+        raise MethodError(f"{method}: the residual stream of a further block cannot be pruned; leave `stream` out")
+    if decision.offload is not None or decision.chunks is not None:
+        raise MethodError(f"{method}: chunks of a further block cannot be offloaded; leave `offload` and `chunks` out")
+
+
 def check_settled(
     method: str, decision: Decision, segments: Segments, store: ChunkStore | None, shape: tuple[int, int, int]
 ) -> None:

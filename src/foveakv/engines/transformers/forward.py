@@ -16,6 +16,7 @@ from torch import Tensor
 from foveakv.core.prompt import PromptMap
 from foveakv.engines.transformers import compat, drafts, second_pass, token_pruning
 from foveakv.engines.transformers.attachment import Attachment, Original
+from foveakv.engines.transformers.blocks import Reads
 from foveakv.engines.transformers.cache import CompressedCache
 from foveakv.engines.transformers.calls import Call, SessionState, new_cache
 from foveakv.engines.transformers.masks import check_prepared
@@ -185,11 +186,38 @@ def _begin(attached: Attachment, call: Call, cache: CompressedCache, kwargs: dic
         attached.set_model_state(cache.model_state)
     ids = _ids(kwargs)
     new, total = ids.shape[1], _total(attached, call)
-    _check_mask(cache, kwargs.get("attention_mask"), new, total)
-    prompt = None if cache.prefilled else _prompt(model, kwargs)
-    mask = kwargs.get("attention_mask") if cache.preallocated is not None else None
+    _check_mask(cache, kwargs.get("attention_mask"), new, None if cache.compresses_chunks else total)
+    block = _block(attached, call, cache, new, total)
+    if block is not None and not call.generating and block.total is not None and (session := attached.session()):
+        session.prompt_from = block.began
+    prompt = None if cache.prefilled and block is None else _prompt(model, kwargs)
     known = kwargs.get("input_ids") is not None or kwargs.get("mm_token_type_ids") is not None
-    cache.begin_forward(new, prompt, total, model.dtype.itemsize, batch=len(ids), mask=mask, kinds_known=known)
+    cache.begin_forward(
+        new, prompt, total, model.dtype.itemsize, batch=len(ids), mask=kwargs.get("attention_mask"), kinds_known=known,
+        block=block,
+    )  # fmt: skip
+
+
+def _block(attached: Attachment, call: Call, cache: CompressedCache, new: int, total: int | None) -> Reads | None:
+    """What block a pass over `new` tokens reads; None: decoded tokens, drafts, or a prompt that is no further block."""
+    session = attached.session()
+    if call.feeding:
+        return Reads("feed", None)
+    if call.generating:
+        began = call.began
+        if not call.caches or call.caches[0] is not cache:
+            return None  # a second branch reads its prompt at once
+        if total is None:
+            inside = 0 < began == cache.seen and new > 1
+        else:
+            inside = cache.seen < total and total - began > 1
+    elif total is not None and session is not None and cache.seen < total:
+        began, inside = cache.seen if session.prompt_from is None else session.prompt_from, True
+    else:
+        began, inside, total = cache.seen, cache.prefilled and new > 1, None
+    if not inside or not (cache.prefilled or cache.compresses_chunks):
+        return None
+    return Reads("turn" if began else "chunk", total, began)
 
 
 def _check_mask(cache: CompressedCache, mask: Any, new: int, total: int | None) -> None:
@@ -210,9 +238,11 @@ def _check_mask(cache: CompressedCache, mask: Any, new: int, total: int | None) 
 
 
 def _drafted(attached: Attachment, call: Call, cache: CompressedCache, kwargs: dict[str, Any]) -> int:
-    """The number of tokens after the prompt in the pass that completes it."""
-    total = _total(attached, call)
-    return 0 if cache.prefilled or total is None else max(0, cache.seen + _ids(kwargs).shape[1] - total)
+    """The number of tokens after the prompt, or after a later turn, in the pass that completes it."""
+    total, new = _total(attached, call), _ids(kwargs).shape[1]
+    if cache.prefilled and _block(attached, call, cache, new, total) is None:
+        return 0
+    return 0 if total is None else max(0, cache.seen + new - total)
 
 
 def _total(attached: Attachment, call: Call) -> int | None:

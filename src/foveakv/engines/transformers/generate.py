@@ -44,10 +44,11 @@ def wrap_generate(original: Original, model: Any) -> Any:
                 check_replaceable(user.method, cache, named)
         options = user.options
         check_generate(model, user.method, named, options.max_decode_slots)
-        call = Call(session, generating=True, prompt_total=prefill_total(model, named))
+        call = Call(session, generating=True, prompt_total=prefill_total(model, named, cache))
         stored = (0, 0)
         if isinstance(cache, CompressedCache):
             call.caches.append(cache)
+            call.began = cache.seen
             if cache.clock is not None:
                 stored = cache.clock.appended, cache.seen
         if options.preallocated is not None:

@@ -116,11 +116,17 @@ def check_preallocated(
         )
 
 
-def prefill_total(model: Any, kwargs: dict[str, Any]) -> int | None:
-    """Length of a prompt that is read in chunks or together with drafted tokens; None: it is read whole and alone."""
-    if not (_setting(model, kwargs, "prefill_chunk_size") or _assisted(model, kwargs)):
+def prefill_total(model: Any, kwargs: dict[str, Any], cache: Any = None) -> int | None:
+    """Length of the context that a call begins with, where its prompt may be a part of it, or a part of a pass.
+
+    That is a later turn, a prompt in chunks, and one together with drafted tokens. None: the prompt is read whole and
+    alone. cache: the cache that was passed in, if any.
+    """
+    seen = getattr(cache, "seen", 0)
+    if not (seen or _setting(model, kwargs, "prefill_chunk_size") or _assisted(model, kwargs)):
         return None
-    return _context(kwargs)
+    total = _context(kwargs)
+    return total if total is None or total > seen else None
 
 
 def _context(kwargs: dict[str, Any]) -> int | None:

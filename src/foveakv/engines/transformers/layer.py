@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foveakv.core.columns import in_order
-from foveakv.engines.transformers import compat, decisions
+from foveakv.engines.transformers import blocks, compat, decisions
 from foveakv.engines.transformers.contract import OwningCache
 from foveakv.engines.transformers.counts import Counts
 from foveakv.engines.transformers.decision_checks import check_earlier, check_prefill, check_relevance, returned
@@ -202,7 +202,7 @@ class CompressedLayer(compat.CacheLayerMixin):
         keys, values = (t.detach() for t in self._dense or ())
         prompt, positions, pruned = cache.columns(self.compressed_idx)
         view = PrefillView(
-            *self._shared(query, scaling), keys, values, positions, prompt, visible_rows(mask, keys.shape[-2]), pruned,
+            *self.shared(query, scaling), keys, values, positions, prompt, visible_rows(mask, keys.shape[-2]), pruned,
             fused=fused_columns(keys, cache.backend),
         )  # fmt: skip
         if cache.method.observes.second_pass:
@@ -225,7 +225,7 @@ class CompressedLayer(compat.CacheLayerMixin):
         self._store(view, None)
         return output.transpose(1, 2).contiguous()
 
-    def _shared(self, query: Tensor, scaling: float) -> tuple[int, int, Tensor, float, PromptView, State | None]:
+    def shared(self, query: Tensor, scaling: float) -> tuple[int, int, Tensor, float, PromptView, State | None]:
         """The fields of `LayerView`."""
         cache = self.cache
         return self.layer_idx, self.compressed_idx, query, scaling, cache.request, cache.state
@@ -235,7 +235,8 @@ class CompressedLayer(compat.CacheLayerMixin):
         cache = self.cache
         if cache.method.observes.queries != "none" and self is cache.compressed[-1]:
             decisions.check_finite(view)
-        decision = returned(cache.method, "prefill", cache.method.prefill(view))
+        decided = None if cache.undecided else cache.method.prefill(view)
+        decision = returned(cache.method, "prefill", decided)
         check_prefill(cache.method.name, decision, view)
         earlier = decision.earlier
         kept: list[Tensor | None] = []
@@ -270,8 +271,17 @@ class CompressedLayer(compat.CacheLayerMixin):
     def settle(self, decision: Decision) -> None:
         """Carry out the decision that `after_prefill` made for this layer."""
         cache = self.cache
+        if cache.block is not None:
+            blocks.settle(self, cache.block, decision)
+            return
         real = cache.full_prompt.real
         self.store = decisions.settle(self._stored, self.store, decision, real, cache.storage)
+
+    def end_block(self, columns: int, tokens: int) -> None:
+        """Count a further block as part of the prompt, which has `tokens` tokens in `columns` columns from now on."""
+        self.full_nbytes = self.full_nbytes // max(1, self.prompt_columns) * columns
+        self.prompt_columns = self.decoded_from = columns
+        self.count_sequences(tokens)
 
     def count_prompt(self) -> None:
         """Count the evicted slots of the prompt: neither stored on the device nor offloaded."""
@@ -292,7 +302,9 @@ class CompressedLayer(compat.CacheLayerMixin):
         if new > 1 or special:
             allowed = stored_mask(mask, segments.positions(), self.seen, new, cache.prompt_columns)
         observes = method.observes
-        wanted: dict[str, Any] = {"need_attention_sum": observes.attention_sum, "backend": cache.backend}
+        block = None if cache.block is None or cache.block.mode == "keep" else cache.block
+        summed = observes.attention_sum and block is None
+        wanted: dict[str, Any] = {"need_attention_sum": summed, "backend": cache.backend}
         if pages is None:
             output, attention_sum = decode_attention(query, segments.runs, scaling, allowed, **wanted)
         else:
@@ -300,14 +312,16 @@ class CompressedLayer(compat.CacheLayerMixin):
             output, attention_sum, _ = attend_with_pages(
                 query, segments.runs, scaling, pages, allowed, page_mask, **wanted
             )
-        if method.evicts_while_decoding or observes.attention_sum or observes.steps:
+        if block is not None:
+            blocks.end_layer(self, query, mask, scaling)
+        elif method.evicts_while_decoding or observes.attention_sum or observes.steps:
             view = DecodeView(
-                *self._shared(query, scaling), StoredSlots(segments, cache.backend), self.seen, attention_sum
+                *self.shared(query, scaling), StoredSlots(segments, cache.backend), self.seen, attention_sum
             )
             decision = method.decode(view)
             if decision is not None:
                 self._evict(returned(method, "decode", decision))
-        if cache.max_decode_slots is not None:
+        if cache.max_decode_slots is not None and block is None:
             self._guard(segments, cache.max_decode_slots)
         return output.transpose(1, 2).contiguous()  # no copy if q = 1
 
@@ -317,7 +331,7 @@ class CompressedLayer(compat.CacheLayerMixin):
         if store is None or not store.choosing:
             return None
         method, backend = self.cache.method, self.cache.backend
-        relevance = method.read(ReadView(*self._shared(query, scaling), StoredChunks(store, backend), self.seen))
+        relevance = method.read(ReadView(*self.shared(query, scaling), StoredChunks(store, backend), self.seen))
         check_relevance(method.name, relevance, store)
         if store.in_place:
             asked, hits = store.pick(relevance, chunk_kernel(query.device, backend))

@@ -6,7 +6,7 @@ import dataclasses
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from foveakv.errors import MethodError
 from foveakv.kernels import BACKENDS
@@ -44,6 +44,16 @@ class CacheOptions:
             256), so that slots never move and `generate` compiles the decode step on CUDA (see docs/preallocated.md).
             The memory is allocated when the prompt is complete; a token that does not fit raises
             `UnsupportedModeError`. None or False: slots are added as tokens are decoded.
+        turns: what happens to a later turn: "compress", as the method says (`Method.further`), or "store" it whole.
+            None: "compress" where the method and the cache can.
+        chunks: a prompt that is read in chunks is compressed as a "whole", with its last chunk, or "compress" compresses
+            every chunk when it has been read, which bounds the memory (see docs/contexts.md).
+        budget_of: what a share in a budget is of when a further block has been read: the "context" so far, or the first
+            "prompt".
+        keep_text: whether text of earlier turns, answers included, stays when further blocks are compressed. None: True,
+            except with methods that evict while decoding.
+        pinned: what further blocks never evict: "none", the text before the first image ("system"), what is stored of
+            the "first" prompt, or a number of first tokens.
 
     Raises:
         MethodError: an invalid value, or options that exclude each other.
@@ -55,12 +65,18 @@ class CacheOptions:
     kv_dtype: str | None = None
     residual_length: int = 32
     preallocate: int | bool | None = None
+    turns: Literal["compress", "store"] | None = None
+    chunks: Literal["whole", "compress"] = "whole"
+    budget_of: Literal["context", "prompt"] = "context"
+    keep_text: bool | None = None
+    pinned: Literal["none", "system", "first"] | int = "none"
 
     def __post_init__(self) -> None:
         quantizer.check_options(self.kv_dtype, self.residual_length)
         if self.backend != "auto" and (not isinstance(self.backend, str) or self.backend not in BACKENDS):
             raise MethodError(f"no attention backend {self.backend!r}; choose 'auto' or one of {sorted(BACKENDS)}")
         checks.flag("cache options", "trace", self.trace)
+        self._check_blocks()
         if self.max_decode_slots is not None:
             checks.whole_number(
                 "cache options", "max_decode_slots", self.max_decode_slots, 1, "decoded tokens stored per KV head"
@@ -76,10 +92,30 @@ class CacheOptions:
             "max_decode_slots": self.max_decode_slots is not None,
             "trace": self.trace,
             "backend": self.backend != "auto",
+            'turns="compress"': self.turns == "compress",
+            'chunks="compress"': self.chunks == "compress",
         }
         for option, given in excluded.items():
             if given:
                 raise MethodError(f"preallocate and {option} cannot be combined; remove one of them")
+
+    def _check_blocks(self) -> None:
+        """Raise `MethodError` for an invalid option about further blocks."""
+        for name, known in (("turns", (None, "compress", "store")), ("chunks", ("whole", "compress"))):
+            if getattr(self, name) not in known:
+                raise MethodError(f"{name} must be one of {', '.join(map(repr, known))}; got {getattr(self, name)!r}")
+        if self.budget_of not in ("context", "prompt"):
+            raise MethodError(f"budget_of must be 'context' or 'prompt'; got {self.budget_of!r}")
+        if self.keep_text is not None:
+            checks.flag("cache options", "keep_text", self.keep_text)
+        if isinstance(self.pinned, str) and self.pinned in ("none", "system", "first"):
+            return
+        meaning = "first tokens that further blocks never evict; or 'none', 'system', 'first'"
+        checks.whole_number("cache options", "pinned", self.pinned, 1, meaning)
+
+    def keeps_text(self, method: Method) -> bool:
+        """Whether text of earlier turns stays when further blocks are compressed."""
+        return not method.evicts_while_decoding if self.keep_text is None else self.keep_text
 
     @property
     def preallocated(self) -> int | None:
@@ -92,6 +128,14 @@ class CacheOptions:
         """Raises `MethodError` where an option cannot be combined with `method`."""
         if self.max_decode_slots is not None and method.evicts_while_decoding:
             raise MethodError(f"{method.name} bounds what it stores by its budget; leave max_decode_slots out")
+        if self.turns == "compress" and method.further == "keep":
+            raise MethodError(f'{method.name} stores later turns whole; remove turns="compress"')
+        if self.chunks == "compress" and method.further == "keep":
+            raise MethodError(f"{method.name} needs a prompt as a whole; remove chunks=\"compress\"")
+        if method.evicts_while_decoding:
+            for name, given in (("keep_text", self.keep_text is True), ("pinned", self.pinned != "none")):
+                if given:
+                    raise MethodError(f"{method.name} evicts while decoding, whatever {name} says; leave {name} out")
         if self.preallocated is not None:
             PREALLOCATED.check(
                 method, "remove preallocate, or use a method that acts at the prompt only (snapkv, adakv, fastv, full)"
