@@ -16,6 +16,7 @@ from foveakv.methods.results import Results
 from foveakv.methods.views import (
     Decision,
     DecodeView,
+    Further,
     Granularity,
     Observes,
     PrefillView,
@@ -90,6 +91,11 @@ class Method:
         """Index among the compressed layers after which tokens are pruned from the residual stream; None = never."""
         return None
 
+    @property
+    def further(self) -> Further:
+        """What happens to a further block; see `Further`."""
+        return "context"
+
     def for_model(self, model: ModelFacts) -> Method:
         """Return the method with which the caches of a model are made; called when a session is opened or a cache made.
 
@@ -114,12 +120,22 @@ class Method:
         """
         return None
 
+    def continue_context(self, request: PromptView, state: State | None) -> State | None:
+        """Return the state with which a further block is read; state: that of the context so far.
+
+        Called once per further block, before layer 0, unless `further` is "keep". The default starts anew.
+        """
+        return self.begin(request)
+
     def prefill(self, view: PrefillView) -> Decision | None:
-        """Decide what one layer keeps. Called for each layer at the end of its prefill; None keeps everything."""
+        """Decide what one layer keeps. Called for each layer at the end of its prefill; None keeps everything.
+
+        Also called for every further block, unless `further` is "keep".
+        """
         return None
 
     def after_prefill(self, view: PromptEndView) -> list[Decision] | None:
-        """Decide for all layers at once. Called once per prompt, after the last layer's `prefill`.
+        """Decide for all layers at once. Called once per prompt or block, after the last layer's `prefill`.
 
         Returns:
             One decision per compressed layer, or None to keep everything.

@@ -31,6 +31,11 @@ layer store the same tokens. "head": every head of every layer stores its own to
 When = Literal["prefill", "after_prefill", "decode", "read"]
 """The hooks of `Method` that make decisions."""
 
+Further = Literal["context", "block", "keep"]
+"""What happens to a further block: tokens that are read at once after the first prompt (a turn, a prefill chunk, a
+group of frames). "context": the method decides anew over the stored slots and the block. "block": it sees the block
+alone, as a prompt of its own, and earlier slots stay. "keep": the block is stored whole."""
+
 
 @dataclass(frozen=True)
 class Observes:
@@ -105,14 +110,19 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 class PromptView:
     """The complete prompt, before the first layer processes it, and the sizes of the cache.
 
+    For a further block it describes the whole context so far (decoded tokens are text), or with `Method.further` ==
+    "block" the block alone.
+
     prompt: map of the columns, [B, C]. geometry: batch, context lengths, layers, heads, dimensions. layers: the model's
-    indices of the L compressed layers. decoder_layers: number of all decoder layers, compressed or not.
+    indices of the L compressed layers. decoder_layers: number of all decoder layers, compressed or not. block_start:
+    column of `prompt` at which the newest block begins, 0 for a first prompt.
     """
 
     prompt: PromptMap
     geometry: Geometry
     layers: tuple[int, ...]
     decoder_layers: int
+    block_start: int = 0
     _tokens: dict[Any, Tensor] = field(default_factory=dict, repr=False)
 
     def budget_tokens(self, budget: float | int | str, *, steady: bool = False) -> Tensor:
@@ -179,9 +189,16 @@ class PrefillView(LayerView):
     `keys` [B, H, C, D] (after RoPE) and `values` [B, H, C, Dv] are dense. Column c of sequence b is token
     `positions[b, c]` (int64), and `prompt` describes the same C columns. `query` has C rows too, or only the rows of
     the last chunk of a chunked prefill if `needs_queries` is False. `visible` returns the attention mask of some query
-    rows (columns int64 [B, n] -> bool [B, 1, n, C]); None means plain causal attention without padding. `pruned`:
+    rows (columns int64 [B, n] -> bool [B, 1 or H, n, C]); None means plain causal attention without padding. `pruned`:
     whether tokens were pruned from the residual stream before this layer, so that C may be smaller than the prompt.
     `repeated`: the second pass, for methods that observe one. `fused`: for `foveakv.core.attention_stats`.
+
+    For a further block, the columns are all tokens that any head of the layer stores, in ascending order, followed by
+    the block: the last q columns, from `block_start` on. A sequence with fewer tokens has padding before its block.
+    Keys and values are zeros where a head does not store a token. `query` has the rows of the block only. `stored`,
+    bool [B, 1 or H, C]: what each head may keep, its stored slots and the block's real tokens; None for a first prompt.
+    `visible` hides everything else. `fields`: the values of per-slot fields of stored slots, 0 for the block,
+    [B, H, C] each. Afterwards slots are stored in the order of tokens.
     """
 
     keys: Tensor
@@ -192,6 +209,20 @@ class PrefillView(LayerView):
     pruned: bool = False
     repeated: Repeated | None = None
     fused: Fused | WholeColumns | None = None
+    stored: Tensor | None = None
+    block_start: int = 0
+    fields: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def candidates(self) -> Tensor:
+        """What each head may keep: bool [B, 1 or H, C]. Rank and count these columns only."""
+        real = self.prompt.real[:, None]
+        return real if self.stored is None else self.stored & real
+
+    @property
+    def first_row(self) -> int:
+        """The column of the first query row: `query` has the rows of the last q columns."""
+        return self.keys.shape[2] - self.query.shape[2]
 
 
 @dataclass
@@ -258,7 +289,8 @@ class Evict:
 class Field:
     """A per-slot value that the engine stores for the method.
 
-    values: [B, H, C], initial values of the prompt columns; None = zeros. New slots start at 0.
+    values: [B, H, C], values of the view's columns; None = zeros, or in a further block the values that stored slots
+    have and zeros for the block. New slots start at 0.
     """
 
     values: Tensor | None = None
@@ -268,6 +300,8 @@ class Field:
 @dataclass(frozen=True)
 class Offload:
     """Offload of some heads' complete chunks to a store, with one digest each; a step reads `Decision.chunks`.
+
+    In a further block, the complete chunks of the heads' candidates are added to their stores.
 
     heads: bool [B, H]. chunk: tokens per chunk, real tokens in column order (T). place: "host", "device" or "disk".
     directory: directory of the file, for "disk". summary: kind of digest, "mean" of the chunk's keys or "bounds" of
@@ -288,19 +322,21 @@ class Decision:
 
     Args:
         keep: bool, False = evict. From `prefill`, over the columns of the layer's view, from `after_prefill` over all
-            columns of the prompt: [B, H, C] or [B, 1, C]. From `decode`, over the stored slots: [B, H, M] or [B, 1, M].
-            Padding is never kept.
+            columns of the prompt (for a further block, over the columns of that layer's view): [B, H, C] or [B, 1, C].
+            From `decode`, over the stored slots: [B, H, M] or [B, 1, M]. Padding is never kept, nor what a head does
+            not store.
         evict: individual slots to evict, from `decode`.
         keys, values: replacements of the view's dense keys and values (merging), of the same shape and dtype.
         fields: per-slot values by name, from `prefill`.
         offload: chunks to offload. `keep` must leave their tokens out in heads that read them, and `chunks` must
             follow, in the same decision or in that of `after_prefill`.
-        chunks: int64 [B, H], the number of offloaded chunks that every step reads; decided once per layer.
-        earlier: from `prefill`, one decision for each compressed layer before this one, with `keep` over all columns of
-            the prompt and nothing else. For methods that decide in a later layer; until then those layers store what
-            they were told to, so the peak grows with the index of the layer.
-        stream: bool [B, C], tokens to keep in the residual stream for the layers after `Method.prunes_after`. The last
-            token of a sequence is always kept, since its output is the result of the prompt.
+        chunks: int64 [B, H], the number of offloaded chunks that every step reads; decided once per layer and block.
+        earlier: from `prefill`, one decision for each compressed layer before this one, with `keep` over the same
+            columns as from `after_prefill` and nothing else. For methods that decide in a later layer; until then those
+            layers store what they were told to, so the peak grows with the index of the layer.
+        stream: bool [B, C], tokens to keep in the residual stream for the layers after `Method.prunes_after`; of a
+            further block, only the block's columns are read. The last token of a sequence is always kept, since its
+            output is the result of the prompt.
         restored: for the report, from `decode`: slots that were marked for eviction and are kept.
         flushes: for the report, from `decode`: flushes of a recycle bin.
     """
