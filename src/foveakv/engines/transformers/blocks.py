@@ -154,8 +154,9 @@ def end_layer(layer: Any, query: Tensor, mask: Mask | None, scaling: float) -> N
         candidates = candidates & ~_protected(block, union.columns)[:, None]
     names = segments.field_names
     visible = union.visible(mask, prompt)
+    shared: tuple[int, int, Tensor, float, PromptView, Any] = layer.shared(query.detach(), scaling)
     view = PrefillView(
-        *layer.shared(query.detach(), scaling), keys, values, union.columns.clamp_min(0), prompt, visible,
+        *shared, keys, values, union.columns.clamp_min(0), prompt, visible,
         fused=fused_columns(keys, cache.backend) if visible is None else None,
         stored=candidates if block.mode == "context" or block.protected is not None else None,
         block_start=union.columns.shape[1] - block.new,
@@ -202,7 +203,7 @@ def _keep(layer: Any, block: Block, keep: Tensor | None) -> None:
     """Evict slots of a layer; keep: bool [B, H or 1, C] over the columns of its view, None = all but padding."""
     segments: Segments = layer.segments
     positions, columns = segments.positions(), block.columns[layer.compressed_idx]
-    batch, heads, length = positions.shape
+    batch, heads = positions.shape[:2]
     flat = positions.clamp_min(0).flatten(1)
     stays = block.context.real.gather(1, flat).view_as(positions) & (positions >= 0)
     before = int(stays.sum())

@@ -49,7 +49,7 @@ def begin_prompt(cache: Any, prompt: PromptMap, itemsize: int, total: int | None
         return
     cache.context, cache.first_columns = cache.prompt, cache.prompt.columns
     cache.first_lengths = None
-    cache._request = request_of(cache, cache.prompt, itemsize, total, None)
+    cache._request = request_of(cache, cache.prompt, itemsize, total)
     cache.undecided = method.visual_only and not bool(cache.prompt.visual.any())
     if not cache.undecided:
         cache.state = method.begin(cache._request)
@@ -93,9 +93,9 @@ def begin_block(cache: Any, reads: Reads, prompt: PromptMap, itemsize: int, mask
         if method.visual_only and not bool(own.visual.any()):
             block.mode = "keep"
             return block
-        block.request = request_of(cache, own, itemsize, None, None)
+        block.request = request_of(cache, own, itemsize, None)
     else:
-        block.request = request_of(cache, context, itemsize, total, block.protected)
+        block.request = request_of(cache, context, itemsize, total, block.protected, start)
     cache._request = block.request
     cache.state = method.continue_context(block.request, cache.state)
     cache.undecided = False
@@ -115,7 +115,7 @@ def end_block(cache: Any) -> None:
 
 
 def request_of(
-    cache: Any, prompt: PromptMap, itemsize: int, total: int | None, protected: Tensor | None
+    cache: Any, prompt: PromptMap, itemsize: int, total: int | None, protected: Tensor | None = None, start: int = 0
 ) -> PromptView:
     """What the method is told of a context: budgets are of its tokens without the protected ones."""
     geometry = geometry_of(cache.config, prompt, len(cache.compressed), itemsize)
@@ -127,12 +127,14 @@ def request_of(
     shares = cache.first_lengths if cache.options.budget_of == "prompt" else whole - kept
     geometry = dataclasses.replace(geometry, contexts=lengths - kept, shares_of=shares)
     layers = tuple(layer.layer_idx for layer in cache.compressed)
-    return PromptView(prompt, geometry, layers, len(cache.layers))
+    return PromptView(prompt, geometry, layers, len(cache.layers), start)
 
 
 def _mode(cache: Any) -> Mode:
     """What this cache does with a further block."""
     if cache.preallocated is not None or cache.options.turns == "store":
+        return "keep"
+    if any(layer.store is not None for layer in cache.compressed):
         return "keep"
     further: Mode = cache.method.further
     return further

@@ -207,10 +207,9 @@ def _block(attached: Attachment, call: Call, cache: CompressedCache, new: int, t
         began = call.began
         if not call.caches or call.caches[0] is not cache:
             return None  # a second branch reads its prompt at once
-        if total is None:
-            inside = 0 < began == cache.seen and new > 1
-        else:
-            inside = cache.seen < total and total - began > 1
+        # A call that adds one token goes on decoding.
+        first = total is None and 0 < began == cache.seen and new > 1
+        inside = first or (total is not None and cache.seen < total and total - began > 1)
     elif total is not None and session is not None and cache.seen < total:
         began, inside = cache.seen if session.prompt_from is None else session.prompt_from, True
     else:

@@ -12,9 +12,10 @@ from foveakv.core.columns import in_order
 from foveakv.engines.transformers import blocks, compat, decisions
 from foveakv.engines.transformers.contract import OwningCache
 from foveakv.engines.transformers.counts import Counts
-from foveakv.engines.transformers.decision_checks import check_earlier, check_prefill, check_relevance, returned
+from foveakv.engines.transformers.decision_checks import check_relevance, returned
 from foveakv.engines.transformers.handle import KVHandle
 from foveakv.engines.transformers.masks import Mask, stored_mask, visible_rows
+from foveakv.engines.transformers.prefill import store_layer
 from foveakv.engines.transformers.second_pass import attend_twice
 from foveakv.engines.transformers.slots import StoredChunks, StoredSlots
 from foveakv.errors import CacheInUseError, UnsupportedModeError
@@ -232,36 +233,17 @@ class CompressedLayer(compat.CacheLayerMixin):
 
     def _store(self, view: PrefillView, handle: KVHandle | None) -> None:
         """Let the method decide and store the slots that it keeps."""
-        cache = self.cache
-        if cache.method.observes.queries != "none" and self is cache.compressed[-1]:
-            decisions.check_finite(view)
-        decided = None if cache.undecided else cache.method.prefill(view)
-        decision = returned(cache.method, "prefill", decided)
-        check_prefill(cache.method.name, decision, view)
-        earlier = decision.earlier
-        kept: list[Tensor | None] = []
-        if earlier is not None:
-            before = [layer._stored for layer in cache.compressed[: self.compressed_idx]]
-            kept = check_earlier(
-                cache.method.name, earlier, [(held.batch, held.heads, cache.prompt_columns) for held in before]
-            )
-        if decision.stream is not None:
-            cache.prune_stream(decision.stream, self.compressed_idx)
-        self.segments, self.store = decisions.store_prompt(view, decision, cache.storage)
+        self.segments, self.store = store_layer(self, view)
         batch, heads, _, dim = view.keys.shape
-        self.prompt_slots = int(cache.full_prompt.lengths.sum()) * heads
+        self.prompt_slots = int(self.cache.full_prompt.lengths.sum()) * heads
         per_slot = (dim + view.values.shape[-1]) * view.keys.element_size()
         # Not C, which is smaller if tokens were pruned from the residual stream.
-        self.prompt_columns = self.decoded_from = cache.prompt_columns
-        self.full_nbytes = per_slot * heads * batch * cache.prompt_columns
-        # Copies that a method made for merging still exist.
-        cache.note_peak(sum(made.nbytes for made in (decision.keys, decision.values) if made is not None))
-        for layer, columns in zip(cache.compressed, kept, strict=False):
-            layer.narrow(columns)
+        self.prompt_columns = self.decoded_from = self.cache.prompt_columns
+        self.full_nbytes = per_slot * heads * batch * self.cache.prompt_columns
         self._dense = self._queries = None
         if handle is not None:
             handle.release()
-        cache.end_layer(self)
+        self.cache.end_layer(self)
 
     def narrow(self, keep: Tensor | None) -> None:
         """Evict prompt columns that a later layer has decided about; keep: bool [B, H or 1, C], None = all."""

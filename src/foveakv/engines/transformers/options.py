@@ -46,12 +46,12 @@ class CacheOptions:
             `UnsupportedModeError`. None or False: slots are added as tokens are decoded.
         turns: what happens to a later turn: "compress", as the method says (`Method.further`), or "store" it whole.
             None: "compress" where the method and the cache can.
-        chunks: a prompt that is read in chunks is compressed as a "whole", with its last chunk, or "compress" compresses
-            every chunk when it has been read, which bounds the memory (see docs/contexts.md).
+        chunks: a prompt that is read in chunks is compressed as a "whole", with its last chunk, or chunk by chunk
+            ("compress"), which bounds the memory (see docs/contexts.md).
         budget_of: what a share in a budget is of when a further block has been read: the "context" so far, or the first
             "prompt".
-        keep_text: whether text of earlier turns, answers included, stays when further blocks are compressed. None: True,
-            except with methods that evict while decoding.
+        keep_text: whether text of earlier turns, answers included, stays when further blocks are compressed. None:
+            True, except with methods that evict while decoding.
         pinned: what further blocks never evict: "none", the text before the first image ("system"), what is stored of
             the "first" prompt, or a number of first tokens.
 
@@ -131,7 +131,7 @@ class CacheOptions:
         if self.turns == "compress" and method.further == "keep":
             raise MethodError(f'{method.name} stores later turns whole; remove turns="compress"')
         if self.chunks == "compress" and method.further == "keep":
-            raise MethodError(f"{method.name} needs a prompt as a whole; remove chunks=\"compress\"")
+            raise MethodError(f'{method.name} needs a prompt as a whole; remove chunks="compress"')
         if method.evicts_while_decoding:
             for name, given in (("keep_text", self.keep_text is True), ("pinned", self.pinned != "none")):
                 if given:
