@@ -21,7 +21,10 @@ def test_turns(family: str, name: str, talk: str) -> None:
     method = matrix.method(name)
     if method.visual_only and family in families.TEXT:
         pytest.skip("evicts visual tokens only")
-    say: Any = lambda: talks.converse(family, model, talks.TURNS[talk])  # noqa: E731
+
+    def say(session: Any) -> None:
+        talks.converse(family, model, talks.TURNS[talk])
+
     talks.check(model, talks.compressed(model, method, say), say)
 
 
@@ -34,7 +37,7 @@ def test_chunks_that_are_compressed_one_by_one(name: str, chunk: int) -> None:
     if method.visual_only or method.further == "keep":
         pytest.skip("needs images, or the prompt as a whole")
 
-    def say() -> None:
+    def say(session: Any) -> None:
         model.generate(input_ids=ids, **{**matrix.GREEDY, "max_new_tokens": 2}, prefill_chunk_size=chunk)
 
     talk = talks.compressed(model, method, say, chunks="compress")
