@@ -83,7 +83,7 @@ def extend(
     old[store._run.cpu()] = torch.arange(len(store._run))
     run = ((fresh > 0) | (old >= 0)).nonzero()[:, 0]  # of every row from now on
     row, new = old[run], fresh[run]  # row: of the former ones, -1 for a head without
-    before = torch.where(row >= 0, store._count.cpu()[row.clamp_min(0)] if len(store._run) else 0, 0)
+    before = _former(store._count, row)
     if not int(new.sum()):
         return 0
     order = real_first(stored).flatten(0, 1)  # [B * H, C]
@@ -121,6 +121,13 @@ def extend(
     return int(new.sum()) * chunk
 
 
+def _former(values: Tensor, row: Tensor) -> Tensor:
+    """Values [n] of former rows, int64 on the CPU, 0 for rows that are new (-1)."""
+    found = torch.zeros_like(row)
+    found[row >= 0] = values.cpu()[row[row >= 0]]
+    return found
+
+
 def _write(
     store: ChunkStore,
     sources: tuple[Tensor, Tensor],
@@ -133,8 +140,8 @@ def _write(
 ) -> Tensor:
     """Write the new chunks behind the former ones of their rows; return the first chunk of every row, int64 [n]."""
     chunk, count = store.chunk, before + new
-    start = torch.where(row >= 0, store._first.cpu()[row.clamp_min(0)] if len(store._run) else 0, 0)
-    room = None if store.room is None else store.room[row.clamp_min(0)].masked_fill(row < 0, 0)
+    start = _former(store._first, row)
+    room = None if store.room is None else _former(store.room, row)
     own = room is not None and bool((count <= room).all()) and len(set(start.tolist())) == len(start)
     if not own:
         room = count if store.place == "disk" else count + count // _ROOM
