@@ -186,8 +186,10 @@ def end_layer(layer: Any, query: Tensor, mask: Mask | None, scaling: float) -> N
     )  # fmt: skip
     if cache.method.observes.queries != "none" and layer is cache.compressed[-1]:
         check_finite(view)
-    cache.note_peak(keys.nbytes + values.nbytes)
     decision = returned(cache.method, "prefill", cache.method.prefill(view))
+    made = (decision.keep, decision.keys, decision.values, *(each.values for each in decision.fields.values()))
+    work = (keys, values, *vars(union).values(), *view.fields.values(), candidates, view.positions, *made)
+    cache.note_peak(sum(each.nbytes for each in work if each is not None))
     check_prefill(cache.method.name, decision, view)
     check_further(cache.method.name, decision, segments.batch, segments.heads)
     kept = []
@@ -207,7 +209,6 @@ def end_layer(layer: Any, query: Tensor, mask: Mask | None, scaling: float) -> N
     segments.in_token_order()
     if layer.store is not None and decision.chunks is not None:
         reserve(segments, layer.store, decision.chunks, cache.storage)
-    cache.note_peak(sum(made.nbytes for made in (decision.keys, decision.values) if made is not None))
     cache.end_layer(layer)
 
 
