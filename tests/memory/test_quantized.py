@@ -8,8 +8,7 @@ import random
 
 import pytest
 import torch
-from segment_kinds import both_kinds, from_dense
-from test_segments import check_pages
+from segment_kinds import both_kinds, check_pages, from_dense
 from torch import Tensor
 
 from foveakv.memory.layout import slack

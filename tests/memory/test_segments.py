@@ -9,9 +9,8 @@ import weakref
 
 import pytest
 import torch
-from segment_kinds import both_kinds, from_dense, paged
+from segment_kinds import both_kinds, check_pages, from_dense, paged
 
-from foveakv.memory.paged import PagedSegments
 from foveakv.memory.runs import dense
 from foveakv.memory.segments import Segments
 
@@ -91,24 +90,6 @@ def check(segments: Segments, model: Model) -> None:
         assert torch.equal(segments.dense()[0], keys)
         assert torch.equal(segments.dense()[1], values)
         assert segments.dense()[0].untyped_storage().data_ptr() == runs.keys.untyped_storage().data_ptr()
-
-
-def check_pages(segments: PagedSegments) -> None:
-    """No page lost, none with more owners than tables say, bytes as counted."""
-    table, pool = segments.table, segments.pool
-    segments.runs  # noqa: B018  made anew where something changed
-    assert torch.equal(segments.runs.table_host, table.host)
-    assert bool((table.count >= table.need(segments.lengths.view(-1))).all())
-    owners, members = table.space.owners, list(pool._members)
-    named = torch.cat([member.table.host[member.table.host >= 0].long() for member in members])
-    assert torch.equal(torch.bincount(named, minlength=len(owners)), owners.clamp_min(0).long())
-    use = pool.use()
-    assert use.pages == table.space.used == int((owners > 0).sum())
-    assert table.space.free == int((owners == 0).sum())
-    assert use.stored == sum(member.total for member in members)
-    sides = [member.held_nbytes - member.nbytes - member.table.side_nbytes for member in members]
-    assert use.side == sum(sides) + sum(0 if m._quantized is None else m._quantized.window_nbytes for m in members)
-    assert use.held == use.side + int((owners >= 0).sum()) * table.space.page_nbytes
 
 
 def evicted(run: list[tuple], leaving: list[int]) -> list[tuple]:
@@ -281,21 +262,14 @@ def test_nothing_keeps_the_dense_tensors_alive(share: float) -> None:
     assert all(storage() is None for storage in storages)
 
 
-def make_zeros(keep: torch.Tensor) -> tuple[Segments, torch.Tensor]:
-    """Slots with keys and values of one number."""
-    batch, heads, columns = keep.shape
-    keys = torch.zeros(batch, heads, columns, 1)
-    return from_dense(keys, keys, keep, torch.arange(columns).repeat(batch, 1)), keys
-
-
 @pytest.mark.parametrize("ragged", [False, True])
 def test_steady_eviction_of_single_slots_touches_those_slots_alone(ragged: bool) -> None:
     keep = torch.ones(2, 2, 500, dtype=torch.bool)
     if ragged:
         keep[1, 0, 300:] = False
     segments, _ = make(2, 2, 500, keep)
-    if paged():
-        return  # rows of pages are not in the order of `start`
+    if paged():  # rows are not in the order of `start`
+        return
     place, before = segments.runs.keys.data_ptr(), segments.runs.keys.clone()
     for step in range(100):
         segments.append(torch.ones(2, 2, 1, D), torch.ones(2, 2, 1, DV), torch.tensor([[500 + step]]))
@@ -342,7 +316,6 @@ def test_a_ragged_memory_that_becomes_even_gets_dense_views() -> None:
     mask = torch.ones(1, 3, 40, dtype=torch.bool)
     mask[0, 1:, :5] = False
     segments.keep(mask)
-    assert segments.runs.uniform
     assert segments.dense()[0].shape == (1, 3, 35, D)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from foveakv.errors import MethodError
 from foveakv.kernels import BACKENDS
 from foveakv.memory import quantizer
+from foveakv.memory.pool import Pool
 from foveakv.methods import Method, checks, near
 from foveakv.methods.capabilities import Capabilities
 
@@ -44,6 +45,8 @@ class CacheOptions:
             256), so that slots never move and `generate` compiles the decode step on CUDA (see docs/preallocated.md).
             The memory is allocated when the prompt is complete; a token that does not fit raises
             `UnsupportedModeError`. None or False: slots are added as tokens are decoded.
+        pool: a `foveakv.Pool` that slots are stored in, so that caches share its memory, and forks of a cache share
+            slots (see docs/pool.md). None: each layer has buffers of its own.
 
     Raises:
         MethodError: an invalid value, or options that exclude each other.
@@ -55,6 +58,7 @@ class CacheOptions:
     kv_dtype: str | None = None
     residual_length: int = 32
     preallocate: int | bool | None = None
+    pool: Pool | None = None
 
     def __post_init__(self) -> None:
         quantizer.check_options(self.kv_dtype, self.residual_length)
@@ -69,9 +73,12 @@ class CacheOptions:
             checks.whole_number(
                 "cache options", "preallocate", self.preallocate, 1, "decoded tokens; True for the default"
             )
+        if self.pool is not None and not isinstance(self.pool, Pool):
+            raise MethodError(f'pool must be a foveakv.Pool, such as foveakv.Pool("2GiB"), got {self.pool!r}')
         if self.preallocated is None:
             return
         excluded = {
+            "pool": self.pool is not None,
             "kv_dtype": self.kv_dtype is not None,
             "max_decode_slots": self.max_decode_slots is not None,
             "trace": self.trace,
