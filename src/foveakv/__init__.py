@@ -15,6 +15,7 @@ _HOME = {
     "CacheOptions": "foveakv.engines.transformers.options",
     "CompressedCache": "foveakv.engines.transformers.cache",
     "Report": "foveakv.engines.transformers.report",
+    "Pool": "foveakv.memory.pool",
     "load": "foveakv.models",
     "build_inputs": "foveakv.models",
     "read_images": "foveakv.models",
@@ -27,6 +28,7 @@ __all__ = [
     "CompressedCache",
     "FoveaKVError",
     "Method",
+    "Pool",
     "Report",
     "Session",
     "__version__",
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from foveakv.engines.transformers.report import Report
     from foveakv.engines.transformers.session import Session
     from foveakv.errors import FoveaKVError
+    from foveakv.memory.pool import Pool
     from foveakv.methods import Method
     from foveakv.models.embedded import sample_prompt
     from foveakv.models.images import read_images

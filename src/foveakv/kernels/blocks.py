@@ -5,7 +5,8 @@ The query heads that share a KV head are packed as rows, so that every key is re
 Uniform runs are dense views: one call. Ragged runs on a CPU: one call per run, in place; on several threads a run is
 cut into equal strips, because a call spreads its batch over the threads and a single run would leave all but one idle.
 (Copying runs together into one padded batch costs several times what reading them in place does.) Ragged runs on
-other devices, where each launch is expensive: see `tiles.py`. Pieces of a run are merged by their log-sum-exp.
+other devices, where each launch is expensive: see `tiles.py`. Runs in pages are copied together, run by run on a CPU,
+except those whose pages happen to follow each other. Pieces of a run are merged by their log-sum-exp.
 
 In shapes: n = G * q packed query rows, T = slots of a piece, P = pieces.
 """
@@ -20,7 +21,7 @@ from torch import Tensor
 from foveakv.kernels.contract import Attended, precision, share, value_dim
 from foveakv.kernels.packed import attend_dense, attend_pieces, merge, nothing, on_host, pack, pack_mask
 from foveakv.kernels.tiles import attend_tiles
-from foveakv.memory.runs import Runs, dense
+from foveakv.memory.runs import Runs, contiguous, dense, padded_rows, run_rows
 
 # Ragged runs are copied into one padded batch while that is cheaper than more calls: on a CPU while the keys of a run
 # take no more bytes than this, elsewhere up to this many slots.
@@ -48,11 +49,12 @@ def attend(
         found = attend_strips(query.to(precision(query)), runs, scaling, mask, need_attention_sum, need_lse, other_lse)
         return found._replace(out=found.out.to(query.dtype))
     if query.device.type != "cpu":
+        runs = contiguous(runs)
         few = runs.uniform or runs.max_length <= PADDED_SLOTS
         return (attend_whole if few else attend_tiles)(
             query, runs, scaling, mask, need_attention_sum, need_lse, other_lse
         )
-    if runs.uniform:
+    if runs.dense_views:
         # One call gives every run to one thread; long runs on a machine with more threads than runs are cut.
         idle = torch.get_num_threads() > runs.batch * runs.heads and runs.max_length >= 4 * SHORTEST_STRIP
         whole = need_attention_sum or not idle
@@ -68,6 +70,7 @@ def _attend_widened(
     other_lse: Tensor | None,
 ) -> Attended:  # fmt: skip
     """`attend` for tensors of different dtypes: PyTorch's attention takes one."""
+    runs = contiguous(runs)  # not a copy of all pages of a pool
     wide = torch.promote_types(torch.promote_types(query.dtype, runs.keys.dtype), runs.values.dtype)
     runs = replace(runs, keys=runs.keys.to(wide), values=runs.values.to(wide))
     out, attention_sum, lse = attend(query.to(wide), runs, scaling, mask, need_attention_sum, need_lse, other_lse)
@@ -89,7 +92,7 @@ def attend_whole(
     if runs.max_length == 0:
         return nothing(query, runs, need_attention_sum, need_lse, other_lse)
     packed = pack(query, runs.heads)
-    keys, values, stored = (*dense(runs), None) if runs.uniform else _padded(runs)
+    keys, values, stored = (*dense(runs), None) if runs.dense_views else _padded(runs)
     allowed = None if mask is None else pack_mask(mask, packed.shape[2])
     if stored is not None:
         allowed = stored if allowed is None else allowed & stored
@@ -139,7 +142,8 @@ def attend_strips(
     for run, (first, stored) in enumerate(zip(start.tolist(), length.tolist(), strict=True)):
         if stored == 0:
             continue
-        keys, values = runs.keys[first : first + stored], runs.values[first : first + stored]
+        at = run_rows(runs, run, first, stored)
+        keys, values = runs.keys[at], runs.values[at]
         if runs.quantizer is not None:
             keys = runs.quantizer.dequantize_keys(keys, run).to(query.dtype)
             values = runs.quantizer.dequantize_values(values).to(query.dtype)
@@ -197,10 +201,7 @@ def _padded(runs: Runs) -> tuple[Tensor, Tensor, Tensor]:
     weight. Runs of length 0 read some row of the buffer; they are fully masked and their output is overwritten.
     """
     shape = (runs.batch, runs.heads, runs.max_length)
-    slots = torch.arange(runs.max_length, device=runs.keys.device)
-    last = (runs.length[:, None] - 1).clamp_(min=0)
-    start = runs.start[:, None].clamp(max=runs.keys.shape[0] - 1)
-    rows = (torch.minimum(slots, last) + start).view(-1)
-    keys = runs.keys.index_select(0, rows).view(*shape, -1)
-    values = runs.values.index_select(0, rows).view(*shape, -1)
-    return keys, values, (slots < runs.length[:, None]).view(runs.batch, runs.heads, 1, runs.max_length)
+    rows, stored = padded_rows(runs)
+    keys = runs.keys.index_select(0, rows.view(-1)).view(*shape, -1)
+    values = runs.values.index_select(0, rows.view(-1)).view(*shape, -1)
+    return keys, values, stored.view(runs.batch, runs.heads, 1, runs.max_length)

@@ -31,7 +31,9 @@ _FIELDS = {
     **dict.fromkeys(("query_bfloat16", "query_batch", "query_head", "query_query"), "q"),
     **dict.fromkeys(("keys", "values"), "P"),
     **dict.fromkeys(("key_stride", "value_stride", "stored"), "q"),
-    **dict.fromkeys(("start", "length", "mask"), "P"),
+    **dict.fromkeys(("start", "length", "page_table"), "P"),
+    **dict.fromkeys(("page_width", "page_size"), "q"),
+    "mask": "P",
     **dict.fromkeys(("mask_batch", "mask_head", "mask_query", "heads", "q"), "q"),
     **dict.fromkeys(("chunk_keys", "chunk_values"), "P"),
     **dict.fromkeys(("chunks", "chunk", "table_width"), "q"),
@@ -170,6 +172,12 @@ def _attend(
     attention_sum = torch.zeros((batch, heads, longest)) if need_attention_sum else None
     start = runs.start if runs.start_host is None else runs.start_host
     length = runs.length if runs.length_host is None else runs.length_host
+    paged = (0, 0, 0)
+    if runs.table is not None:
+        host = runs.table if runs.table_host is None else runs.table_host
+        if host.dtype != torch.int32 or host.shape[0] != batch * heads or not host.is_contiguous():
+            raise ValueError(f"table must be int32 [{batch * heads}, K], got {host.dtype} {tuple(host.shape)}")
+        paged = (host.data_ptr(), host.shape[1], runs.page_size)
     mask_at = mask_batch = mask_head = mask_query = 0
     if mask is not None:
         if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[2:] != (q, longest):
@@ -208,7 +216,7 @@ def _attend(
         layout, batch * heads, query_heads // heads * q, dim, value_dim,
         source.data_ptr(), dtype == torch.bfloat16, *strides[:3], keys.data_ptr(), values.data_ptr(),
         key_stride * itemsize, value_stride * itemsize, keys.shape[0], start.data_ptr(), length.data_ptr(),
-        mask_at, mask_batch, mask_head, mask_query, heads, q, *stored, *quantized, scaling,
+        *paged, mask_at, mask_batch, mask_head, mask_query, heads, q, *stored, *quantized, scaling,
         0 if other_lse is None else other_lse.data_ptr(), out.data_ptr(), 0 if lse is None else lse.data_ptr(),
         0 if attention_sum is None else attention_sum.data_ptr(), longest,
     )  # fmt: skip

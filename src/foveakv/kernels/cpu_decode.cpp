@@ -304,7 +304,9 @@ extern "C" struct Arguments {
   int64_t query_batch, query_head, query_query;  // strides in elements
   const uint8_t *keys, *values;
   int64_t key_stride, value_stride, stored;  // bytes between rows of the flat buffers, and how many there are
-  const int64_t *start, *length;  // [runs]
+  const int64_t *start, *length;  // [runs]; start: first row, or of entries alone where there is a page table
+  const int32_t* page_table;  // [runs, page_width] or null: the pages of page_size rows that hold a run's slots
+  int64_t page_width, page_size;
   const uint8_t* mask;  // [batch, heads, q, slots] or null
   int64_t mask_batch, mask_head, mask_query;  // strides
   int64_t heads, q;  // run r = b * heads + h; row = g * q + i
@@ -383,13 +385,24 @@ struct Decode {
 
   int64_t slots(int64_t run) const { return chosen_slots[run] + a.length[run]; }
 
+  // Whether all slots of a run are rows of the buffers.
+  bool fits(int64_t run) const {
+    const int64_t length = a.length[run];
+    if (!a.page_table) return length >= 0 && (length == 0 || (a.start[run] >= 0 && a.start[run] + length <= a.stored));
+    if (length < 0 || length > a.page_width * a.page_size) return false;
+    const int32_t* pages = a.page_table + run * a.page_width;
+    const int64_t count = (length + a.page_size - 1) / a.page_size;
+    for (int64_t i = 0; i < count; ++i)
+      if (pages[i] < 0 || (pages[i] + int64_t{1}) * a.page_size > a.stored) return false;
+    return true;
+  }
+
   Status prepare() {
     chosen_slots.assign(a.runs, 0);
     int64_t total = 0;
     if (a.table) chosen.resize(a.runs * a.table_width);
     for (int64_t run = 0; run < a.runs; ++run) {
-      if (a.length[run] < 0 || (a.length[run] > 0 && (a.start[run] < 0 || a.start[run] + a.length[run] > a.stored)))
-        return BAD_RUNS;
+      if (!fits(run)) return BAD_RUNS;
       int64_t count = 0;
       for (int64_t i = 0; a.table && i < a.table_width; ++i) {
         const int64_t index = a.table[run * a.table_width + i];
@@ -499,8 +512,7 @@ struct Decode {
     const int64_t border = chosen_slots[piece.run];
     const int64_t key_bytes = row_bytes<T>(a.dim), value_bytes = row_bytes<T>(a.value_dim);
     const int64_t key_stride = a.key_stride, value_stride = a.value_stride;
-    const uint8_t* keys = a.keys + a.start[piece.run] * a.key_stride;
-    const uint8_t* values = a.values + a.start[piece.run] * a.value_stride;
+    const int32_t* pages = a.page_table ? a.page_table + piece.run * a.page_width : nullptr;
     // The rows of a tile: at most TILE slots from `slot` on, either of chunks of the store, in place, or of own slots.
     const auto locate = [&](int64_t slot, const uint8_t** key_rows, const uint8_t** value_rows) {
       const bool paged = slot < border;
@@ -511,11 +523,18 @@ struct Decode {
         key_rows[k] = a.chunk_keys + token * key_bytes;
         value_rows[k] = a.chunk_values + token * value_bytes;
       }
-      if (!paged) {
-        const uint8_t* key = keys + (slot - border) * key_stride;
-        const uint8_t* value = values + (slot - border) * value_stride;
-        for (int64_t k = 0; k < count; ++k, key += key_stride, value += value_stride)
-          key_rows[k] = key, value_rows[k] = value;
+      for (int64_t k = 0; !paged && k < count;) {  // rows that follow each other: of one page, or all
+        int64_t row = slot - border + k, end = count;
+        if (pages) {
+          const int64_t at = row % a.page_size;
+          end = std::min(count, k + a.page_size - at);
+          row = pages[row / a.page_size] * a.page_size + at;
+        } else {
+          row += a.start[piece.run];
+        }
+        const uint8_t* key = a.keys + row * key_stride;
+        const uint8_t* value = a.values + row * value_stride;
+        for (; k < end; ++k, key += key_stride, value += value_stride) key_rows[k] = key, value_rows[k] = value;
       }
       std::fill(key_rows + count, key_rows + TILE, key_rows[0]);  // may be fetched, is never used
       return count;

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from foveakv.kernels.contract import Attended, precision, share, value_dim
-from foveakv.memory.runs import Runs
+from foveakv.memory.runs import Runs, run_rows
 
 
 def attend(
@@ -32,7 +32,8 @@ def attend(
             continue
         b, h = divmod(run, runs.heads)
         heads = slice(h * group, (h + 1) * group)
-        keys, values = runs.keys[first : first + length], runs.values[first : first + length]
+        rows = run_rows(runs, run, first, length)
+        keys, values = runs.keys[rows], runs.values[rows]
         if runs.quantizer is not None:
             keys, values = runs.quantizer.dequantize_keys(keys, run), runs.quantizer.dequantize_values(values)
         keys, values = keys.to(dtype), values.to(dtype)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foveakv.kernels.contract import Attended, safe, share
 from foveakv.kernels.packed import attend_pieces, merge, nothing, on_host, pack
-from foveakv.memory.runs import Runs
+from foveakv.memory.runs import Runs, contiguous
 
 
 def attend_tiles(
@@ -29,6 +29,7 @@ def attend_tiles(
     tile: int | None = None,
 ) -> Attended:
     """Two batched calls whatever the number of runs: whole tiles in place, the ends of the runs gathered."""
+    runs = contiguous(runs)
     if runs.max_length == 0:
         return nothing(query, runs, need_attention_sum, need_lse, other_lse)
     packed = pack(query, runs.heads)

@@ -111,7 +111,8 @@ def attend_with_lse(
     block_rows = row_block(rows, slot_bytes)
     blocks = -(-rows // block_rows)
     tile = tile or tile_size(slot_bytes)
-    split = split or split_size(runs.keys.shape[0] * blocks, tile, _processors(query.device))
+    stored = runs.keys.shape[0] if runs.table is None else runs.table.numel() * runs.page_size
+    split = split or split_size(stored * blocks, tile, _processors(query.device))
     splits = max(1, -(-power(runs.max_length) // split))
     # Programs that share a run's partial results never share an entry, and the merge reads what was written only.
     part_out = torch.empty(total, splits, rows, value_dim, dtype=torch.float32, device=query.device)
@@ -125,15 +126,17 @@ def attend_with_lse(
         mask = mask if mask.stride(3) == 1 else mask.contiguous()
         bits = mask.view(torch.uint8)
         mask_strides = (mask.stride(0), mask.stride(1) if mask.shape[1] > 1 else 0, mask.stride(2))
+    table, table_width = (runs.start, 0) if runs.table is None else (runs.table, runs.table.stride(0))
     warps = warps or (WARPS if block_rows == FEWEST_ROWS else 2 * WARPS)
     tuning = {"num_warps": warps, "num_stages": stages}
     with on(query.device):
         kernels.partial_attention[total, splits, blocks](
-            query, runs.keys, runs.values, *scale_zero, runs.start, runs.length, bits,
-            part_out, part_top, part_sum, scale, rows, q, runs.heads, split, splits,
+            query, runs.keys, runs.values, *scale_zero, runs.start, runs.length, table, bits,
+            part_out, part_top, part_sum, scale, rows, q, runs.heads, split, splits, table_width,
             *query.stride(), runs.keys.stride(0), runs.values.stride(0), *mask_strides,
             D=dim, DV=value_dim, BLOCK_D=block_d, BLOCK_DV=block_dv,
-            ROWS=block_rows, TILE=tile, HAS_MASK=mask is not None, UPCAST=upcast, KIND=kind, **tuning,
+            ROWS=block_rows, TILE=tile, HAS_MASK=mask is not None, UPCAST=upcast, KIND=kind,
+            PAGE=runs.page_size, **tuning,
         )  # fmt: skip
         kernels.merge_parts[total, rows](
             part_out, part_top, part_sum, runs.length, out, lse, rows, split, splits,
@@ -144,11 +147,11 @@ def attend_with_lse(
             out = (out * part[..., None]).to(out.dtype)
         if attention_sum is not None:
             kernels.attention_sum[total, -(-runs.max_length // tile)](
-                query, runs.keys, *scale_zero, runs.start, runs.length, bits, lse, attention_sum, scale,
-                rows, q, runs.heads, runs.max_length,
+                query, runs.keys, *scale_zero, runs.start, runs.length, table, bits, lse, attention_sum, scale,
+                rows, q, runs.heads, runs.max_length, table_width,
                 *query.stride(), runs.keys.stride(0), *mask_strides,
                 D=dim, BLOCK_D=block_d, ROWS=block_rows, TILE=tile, HAS_MASK=mask is not None, UPCAST=upcast, KIND=kind,
-                **tuning,
+                PAGE=runs.page_size, **tuning,
             )  # fmt: skip
     return out, attention_sum, lse
 

@@ -63,24 +63,36 @@ def run_query(
 
 
 @triton.jit
+def slot_rows(table, slot, visible, PAGE: tl.constexpr):
+    """Rows of keys and values of a run's slots, from its first row on, or in all pages where there are any (PAGE)."""
+    if PAGE == 0:
+        found = slot
+    else:
+        page = tl.load(table + slot // PAGE, mask=visible, other=0)
+        found = page.to(tl.int64) * PAGE + slot % PAGE
+    return found
+
+
+@triton.jit
 def tile_scores(
-    even, odd, bias, keys, slot, visible, stride_k, scale, mask, row_mask, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    even, odd, bias, keys, slot, at, visible, stride_k, scale, mask, row_mask, D: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_MASK: tl.constexpr, UPCAST: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """Base-2 scores [ROWS, TILE] of a run's slots, -inf where not `visible` [TILE] or masked.
 
-    keys and mask point to what belongs to the run, so that offsets inside it fit 32 bits.
+    at [TILE]: their rows (`slot_rows`). keys and mask point to what belongs to the run, so that offsets inside it fit
+    32 bits; with pages, keys point to all of them and rows are 64 bits.
     """
     if KIND == 2:
         d = tl.arange(0, BLOCK_D // 2)
         pair = tl.load(
-            keys + slot[None, :] * stride_k + d[:, None], mask=visible[None, :] & (d < D // 2)[:, None], other=0
+            keys + at[None, :] * stride_k + d[:, None], mask=visible[None, :] & (d < D // 2)[:, None], other=0
         ).to(tl.int32)
         scores = tl.dot(even, ((pair & 15) - 8).to(even.dtype), input_precision="ieee")
         scores = tl.dot(odd, ((pair >> 4) - 8).to(odd.dtype), scores, input_precision="ieee")
     else:
         d = tl.arange(0, BLOCK_D)
-        k = tl.load(keys + slot[None, :] * stride_k + d[:, None], mask=visible[None, :] & (d < D)[:, None], other=0)
+        k = tl.load(keys + at[None, :] * stride_k + d[:, None], mask=visible[None, :] & (d < D)[:, None], other=0)
         if KIND == 1:
             k = (k.to(tl.int32) - 128).to(even.dtype)
         elif UPCAST:
@@ -104,13 +116,14 @@ def half_at(place, visible):
     return (low | (high << 8)).to(tl.float16, bitcast=True).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["rows", "split", "splits", "stride_mb", "stride_mh", "stride_mq"])
+@triton.jit(do_not_specialize=["rows", "split", "splits", "table_width", "stride_mb", "stride_mh", "stride_mq"])
 def partial_attention(
-    query, keys, values, key_scale, key_zero, start, length, mask, part_out, part_top, part_sum, scale,
-    rows, q, heads, split, splits,
+    query, keys, values, key_scale, key_zero, start, length, table, mask, part_out, part_top, part_sum, scale,
+    rows, q, heads, split, splits, table_width,
     stride_qb, stride_qh, stride_qq, stride_qd, stride_k, stride_v, stride_mb, stride_mh, stride_mq,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, HAS_MASK: tl.constexpr, UPCAST: tl.constexpr, KIND: tl.constexpr,
+    PAGE: tl.constexpr,
 ):  # fmt: skip
     """One split of one run: online softmax over its tiles.
 
@@ -124,9 +137,12 @@ def partial_attention(
     if low >= stored:
         return
     high = tl.minimum(low + split, stored)
-    first = tl.load(start + run)  # int64
-    keys += first * stride_k
-    values += first * stride_v
+    if PAGE == 0:
+        first = tl.load(start + run)  # int64
+        keys += first * stride_k
+        values += first * stride_v
+    else:
+        table += run.to(tl.int64) * table_width
     batch = (run // heads).to(tl.int64)
     head = (run % heads).to(tl.int64)
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -148,16 +164,18 @@ def partial_attention(
     for begin in range(low, high, TILE):
         slot = begin + tl.arange(0, TILE)
         visible = slot < high
+        at = slot_rows(table, slot, visible, PAGE)
         scores = tile_scores(
-            even, odd, bias, keys, slot, visible, stride_k, scale, mask, row_mask, D, BLOCK_D, HAS_MASK, UPCAST, KIND
-        )
+            even, odd, bias, keys, slot, at, visible, stride_k, scale, mask, row_mask, D, BLOCK_D, HAS_MASK, UPCAST,
+            KIND,
+        )  # fmt: skip
         higher = tl.maximum(top, tl.max(scores, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet: -inf - 0, not -inf + inf
         weight = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(top - base)
         total = total * shrink + tl.sum(weight, 1)
         v = tl.load(
-            values + slot[:, None] * stride_v + dv[None, :],
+            values + at[:, None] * stride_v + dv[None, :],
             mask=visible[:, None] & (dv < DV // PACK)[None, :],
             other=0,
         )
@@ -166,7 +184,7 @@ def partial_attention(
                 v = v.to(tl.float32)
             acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         else:
-            tail = values + slot * stride_v + DV // PACK
+            tail = values + at * stride_v + DV // PACK
             step = half_at(tail, visible)
             zero = half_at(tail + 2, visible) + step * (128.0 if KIND == 1 else 8.0)
             zeros = zeros * shrink + tl.sum(weight * zero[None, :], 1)
@@ -182,11 +200,11 @@ def partial_attention(
                 acc = tl.dot(weight, even_levels, acc * shrink[:, None], input_precision="ieee")
                 acc_odd = tl.dot(weight, odd_levels, acc_odd * shrink[:, None], input_precision="ieee")
         top = higher
-    at = (run.to(tl.int64) * splits + part) * rows + row
-    tl.store(part_top + at, top, mask=row < rows)
-    tl.store(part_sum + at, total, mask=row < rows)
+    entry = (run.to(tl.int64) * splits + part) * rows + row
+    tl.store(part_top + entry, top, mask=row < rows)
+    tl.store(part_sum + entry, total, mask=row < rows)
     written = (row < rows)[:, None] & (dv < DV // PACK)[None, :]
-    place = part_out + at[:, None] * DV + dv[None, :] * PACK
+    place = part_out + entry[:, None] * DV + dv[None, :] * PACK
     if KIND > 0:
         acc += zeros[:, None]
     tl.store(place, acc, mask=written)
@@ -229,12 +247,14 @@ def merge_parts(
     tl.store(lse + at, tl.where(blind, float("-inf"), (top + tl.log2(norm)) * 0.6931471805599453))
 
 
-@triton.jit(do_not_specialize=["rows", "longest", "stride_mb", "stride_mh", "stride_mq"])
+@triton.jit(do_not_specialize=["rows", "longest", "table_width", "stride_mb", "stride_mh", "stride_mq"])
 def attention_sum(
-    query, keys, key_scale, key_zero, start, length, mask, lse, attention_sum, scale, rows, q, heads, longest,
+    query, keys, key_scale, key_zero, start, length, table, mask, lse, attention_sum, scale, rows, q, heads, longest,
+    table_width,
     stride_qb, stride_qh, stride_qq, stride_qd, stride_k, stride_mb, stride_mh, stride_mq,
     D: tl.constexpr, BLOCK_D: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, HAS_MASK: tl.constexpr, UPCAST: tl.constexpr, KIND: tl.constexpr,
+    PAGE: tl.constexpr,
 ):  # fmt: skip
     """Probabilities of a tile of slots, summed over all rows.
 
@@ -243,7 +263,11 @@ def attention_sum(
     run = tl.program_id(0)
     slot = tl.program_id(1) * TILE + tl.arange(0, TILE)
     visible = slot < tl.load(length + run).to(tl.int32)
-    keys += tl.load(start + run) * stride_k
+    if PAGE == 0:
+        keys += tl.load(start + run) * stride_k
+    else:
+        table += run.to(tl.int64) * table_width
+    at = slot_rows(table, slot, visible, PAGE)
     batch = (run // heads).to(tl.int64)
     head = (run % heads).to(tl.int64)
     mask += batch * stride_mb + head * stride_mh
@@ -256,7 +280,22 @@ def attention_sum(
         )  # fmt: skip
         row_mask = (row % q) * stride_mq
         scores = tile_scores(
-            even, odd, bias, keys, slot, visible, stride_k, scale, mask, row_mask, D, BLOCK_D, HAS_MASK, UPCAST, KIND
+            even,
+            odd,
+            bias,
+            keys,
+            slot,
+            at,
+            visible,
+            stride_k,
+            scale,
+            mask,
+            row_mask,
+            D,
+            BLOCK_D,
+            HAS_MASK,
+            UPCAST,
+            KIND,
         )
         known = tl.load(lse + run.to(tl.int64) * rows + row, mask=row < rows, other=float("-inf"))
         base = tl.where(known == float("-inf"), 0.0, known * 1.4426950408889634)

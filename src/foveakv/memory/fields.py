@@ -19,7 +19,7 @@ class SlotFields:
     _positions: Tensor  # [N] int32
     _fields: dict[str, Tensor]  # [N] each
     _fills: dict[str, float]  # what new slots start with
-    _views: list[Tensor]  # all buffers as [B, H, capacity, ...] where runs are strided: keys, values, positions, fields
+    _views: list[Tensor]  # all buffers as [B, H, capacity, ...] where runs are strided, in the order of `_buffers`
     _held: int  # bytes of all buffers
 
     # -- fields ------------------------------------------------------------------------------------------------------
@@ -33,6 +33,7 @@ class SlotFields:
         """
         if name in self._fields:
             raise ValueError(f"field {name!r} exists already; use set_field to change it")
+        self._charge(self._layout.rows, dtype.itemsize)
         with torch.inference_mode(False):
             self._fields[name] = torch.full(self._positions.shape, fill, dtype=dtype, device=self._positions.device)
         self._fills[name] = fill
@@ -104,17 +105,23 @@ class SlotFields:
         """As `positions`, but int32 and to be read only: no copy where runs are uniform."""
         if not self._layout.uniform:
             return self._layout.padded(self._positions, -1)
-        return self._views[2].narrow(2, 0, self._layout.max_length)
+        return self._views[0].narrow(2, 0, self._layout.max_length)
 
     # -- buffers -----------------------------------------------------------------------------------------------------
 
+    def _charge(self, rows: int, more: int = 0) -> None:
+        """Called before buffers of `rows` rows are allocated, and `more` bytes for each; raises where they do not fit.
+
+        Nothing to do for memory that has no limit.
+        """
+
     def _buffers(self) -> list[Tensor]:
-        """All buffers that have a row per slot: keys, values, positions, then the fields."""
-        raise NotImplementedError
+        """All buffers with a row for every slot, in the order of the layout: positions, fields, then others."""
+        return [self._positions, *self._fields.values()]
 
     def _field_view(self, name: str) -> Tensor:
         """A field of strided runs as [B, H, capacity]."""
-        return self._views[3 + list(self._fields).index(name)]
+        return self._views[1 + list(self._fields).index(name)]
 
     def _refresh_views(self) -> None:
         """Dense views over the whole stride, for cheap appends to uniform runs."""

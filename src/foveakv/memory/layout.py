@@ -58,6 +58,10 @@ class Layout:
         self.strided = int(lengths.min()) == int(lengths.max())
         self.rows = int(end[-1])
 
+    def rows_for(self, lengths: Tensor) -> int:
+        """The rows that `allocate` makes for lengths [R]."""
+        return int(lengths.sum()) + self._room(lengths) * lengths.shape[0]
+
     def set_lengths(self, lengths: Tensor) -> None:
         """Record lengths [R] (CPU) that fit the present capacities."""
         self.length = lengths

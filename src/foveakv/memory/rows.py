@@ -67,13 +67,18 @@ def take(target: Tensor, source: Tensor, target_rows: Tensor, source_rows: Tenso
 
 
 def shift(buffer: Tensor, target_rows: Tensor, source_rows: Tensor) -> None:
-    """buffer[target_rows] = buffer[source_rows] in place, for ascending rows with target_rows <= source_rows.
+    """buffer[target_rows] = buffer[source_rows] in place, for ascending rows with target_rows <= source_rows."""
+    copy_rows(buffer, buffer, target_rows, source_rows)
 
-    Goes through the rows in portions: a later source is never a target of an earlier portion, and a portion that
-    stays in a cache is copied several times faster than everything at once through fresh memory.
+
+def copy_rows(target: Tensor, source: Tensor, target_rows: Tensor, source_rows: Tensor) -> None:
+    """target[target_rows] = source[source_rows], converted where the dtypes differ.
+
+    Goes through the rows in portions, which are copied several times faster than everything at once through fresh
+    memory. Both may be the same buffer as long as no row is a target before it is a source.
     """
-    portion = 2**18 if buffer.device.type == "cpu" else 2**24  # bytes
-    step = max(1, portion // (buffer[:1].numel() * buffer.element_size()))
+    portion = 2**18 if target.device.type == "cpu" else 2**24  # bytes
+    step = max(1, portion // max(1, target[:1].numel() * target.element_size()))
     for low in range(0, source_rows.shape[0], step):
         part = slice(low, low + step)
-        buffer.index_copy_(0, target_rows[part], buffer.index_select(0, source_rows[part]))
+        target.index_copy_(0, target_rows[part], source.index_select(0, source_rows[part]).to(target.dtype))

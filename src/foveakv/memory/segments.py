@@ -9,17 +9,19 @@ once, when they are written; moving them moves bytes.
 
 from __future__ import annotations
 
+from typing import Any, Self
+
 import torch
 from torch import Tensor
 
+from foveakv.memory.growing import GrowingSlots
 from foveakv.memory.layout import Layout
 from foveakv.memory.quantized import RESIDUAL, QuantizedRows
 from foveakv.memory.quantizer import Quantizer
-from foveakv.memory.rows import flat, moves, shift, take
-from foveakv.memory.stored import ReadableSlots
+from foveakv.memory.rows import flat, moves, shift
 
 
-class Segments(ReadableSlots):
+class Segments(GrowingSlots):
     """The KV slots of one layer, in flat buffers with room to grow at the end of every run.
 
     Lengths and layout are kept on the host, so nothing here waits for a device except `keep` and `crop`, whose masks
@@ -53,12 +55,11 @@ class Segments(ReadableSlots):
             self._quantized = QuantizedRows(batch, heads, quantizer, keys, values, residual_length)
             dtype, widths = torch.uint8, (quantizer.key_bytes, quantizer.value_bytes)
         with torch.inference_mode(False):
-            self._keys = torch.empty(0, widths[0], dtype=dtype, device=self._device)
-            self._values = torch.empty(0, widths[1], dtype=dtype, device=self._device)
             self._positions = torch.empty(0, dtype=torch.int32, device=self._device)
         self._fields = {}
         self._fills = {}
         self._layout = Layout(batch, heads, self._device)
+        self._make_rows(dtype, *widths)
         self._allocate(self._layout.length)
         self._set_lengths(self._layout.length)
 
@@ -73,7 +74,8 @@ class Segments(ReadableSlots):
         kv_dtype: str | None = None,
         residual_length: int = 32,
         real: Tensor | None = None,
-    ) -> Segments:
+        **memory: Any,
+    ) -> Self:
         """Copy the kept columns of a dense layer; the dense tensors are not referenced afterwards.
 
         Args:
@@ -84,6 +86,7 @@ class Segments(ReadableSlots):
                 not only of the kept ones.
             residual_length: with a kv_dtype, the last tokens of each run that are also stored in full precision.
             real: bool [B, C], False at padding; None: no padding.
+            memory: where the slots are stored, for `PagedSegments`: pool.
 
         ValueError: shapes that do not fit. MethodError: a kv_dtype that is unknown or needs other head dimensions.
         """
@@ -96,13 +99,15 @@ class Segments(ReadableSlots):
             raise ValueError(f"positions must be [B, C] = {(batch, columns)}, got {tuple(positions.shape)}")
         keys, values = keys.detach(), values.detach()
         quantizer = None if kv_dtype is None else Quantizer.of_prompt(kv_dtype, keys, values.shape[-1], real)
-        self = cls(batch, heads, keys, values, quantizer, residual_length)
+        self = cls(batch, heads, keys, values, quantizer, residual_length, **memory)
         mask = keep.to(keys.device).expand(batch, heads, columns).reshape(batch * heads, columns)
         lengths = mask.sum(-1).cpu()
         run, column = mask.nonzero(as_tuple=True)
+        self._reserve(lengths)
         self._allocate(lengths)
         self._set_lengths(lengths)
         target = self._layout.stored_rows()
+        rows_at = self._at(target)
         sequence, head = run // heads, run % heads
         for buffer, source in ((self._keys, keys), (self._values, values)):
             # Projections are [B, C, H, D] in memory, rotated keys often too: rows are read in place.
@@ -113,11 +118,9 @@ class Segments(ReadableSlots):
                 rows = source.reshape(-1, source.shape[-1])
                 index = run * columns + column
             if quantizer is not None:
-                quantizer.store(buffer, rows, target, index, run if buffer is self._keys else None)
-            elif rows.dtype == buffer.dtype:
-                take(buffer, rows, target, index)
+                quantizer.store(buffer, rows, rows_at, index, run if buffer is self._keys else None)
             else:
-                buffer.index_copy_(0, target, rows.index_select(0, index).to(buffer.dtype))
+                self._take(buffer, rows, rows_at, index)
         self._positions.index_copy_(0, target, positions.to(self._device)[sequence, column].to(torch.int32))
         if self._quantized is not None and self._quantized.window is not None:
             self.add_field(RESIDUAL, dtype=torch.int16, fill=-1)
@@ -137,8 +140,7 @@ class Segments(ReadableSlots):
                 f"append expects keys [{self.batch}, {self.heads}, q, D] and positions [{self.batch} or 1, q], "
                 f"got {tuple(keys.shape)} and {tuple(positions.shape)}"
             )
-        if q > layout.spare:
-            self._rebuild(layout.length, layout.length + q)
+        self._make_room(q)
         if keys.requires_grad or values.requires_grad:
             keys, values = keys.detach(), values.detach()
         marks = entries = None
@@ -146,29 +148,39 @@ class Segments(ReadableSlots):
             entries = self._fields.get(RESIDUAL)
             entries_view = self._field_view(RESIDUAL) if layout.uniform and entries is not None else None
             keys, values, marks = quantized.append(layout, keys, values, entries, entries_view)
-        if layout.uniform:
-            at = layout.max_length
-            views = self._views
-            views[0].narrow(2, at, q).copy_(keys)
-            views[1].narrow(2, at, q).copy_(values)
-            views[2].narrow(2, at, q).copy_(positions if len(positions) == 1 else positions[:, None])
-            for view, fill in zip(views[3:], self._fills.values(), strict=True):
-                view.narrow(2, at, q).fill_(fill)
-            if marks is not None:
-                self._field_view(RESIDUAL).narrow(2, at + q - len(marks), len(marks)).copy_(marks)
+        rows = None if layout.uniform else layout.next_rows(q)
+        self._append_rows(keys, values, rows)
+        self._append_fields(positions, rows, q, marks)
+        self._grow(q)
+
+    def _append_rows(self, keys: Tensor, values: Tensor, rows: Tensor | None) -> None:
+        """Write q new slots of every run; rows: where, int64 [R * q], None in uniform runs."""
+        if rows is None:
+            at, q, views = self._layout.max_length, keys.shape[2], self._views
+            views[-2].narrow(2, at, q).copy_(keys)
+            views[-1].narrow(2, at, q).copy_(values)
         else:
-            rows = layout.next_rows(q)
             n = rows.shape[0]
             self._keys.index_copy_(0, rows, keys.reshape(n, -1).to(self._keys.dtype))
             self._values.index_copy_(0, rows, values.reshape(n, -1).to(self._values.dtype))
-            spread = positions[:, None].to(self._device, torch.int32).expand(self.batch, self.heads, -1).reshape(n)
-            self._positions.index_copy_(0, rows, spread)
-            for name, buffer in self._fields.items():
-                buffer.index_fill_(0, rows, self._fills[name])
-            if marks is not None and entries is not None:
-                newest = rows.view(-1, q)[:, q - len(marks) :]
-                entries.index_copy_(0, newest.reshape(-1), marks.expand(newest.shape).reshape(-1))
-        self._grow(q)
+
+    def _append_fields(self, positions: Tensor, rows: Tensor | None, q: int, marks: Tensor | None) -> None:
+        """Positions and side fields of q new slots; marks: int16 [n], the last n slots' entries in the window."""
+        if rows is None:
+            at, views = self._layout.max_length, self._views
+            views[0].narrow(2, at, q).copy_(positions if len(positions) == 1 else positions[:, None])
+            for view, fill in zip(views[1:], self._fills.values(), strict=False):
+                view.narrow(2, at, q).fill_(fill)
+            if marks is not None:
+                self._field_view(RESIDUAL).narrow(2, at + q - len(marks), len(marks)).copy_(marks)
+            return
+        spread = positions[:, None].to(self._device, torch.int32).expand(self.batch, self.heads, -1)
+        self._positions.index_copy_(0, rows, spread.reshape(rows.shape[0]))
+        for name, buffer in self._fields.items():
+            buffer.index_fill_(0, rows, self._fills[name])
+        if marks is not None:
+            newest = rows.view(-1, q)[:, q - len(marks) :]
+            self._fields[RESIDUAL].index_copy_(0, newest.reshape(-1), marks.expand(newest.shape).reshape(-1))
 
     def evict(self, slots: Tensor | int, counts: list[int]) -> None:
         """Evict individual slots in O(evicted): a run's last slots move into the holes.
@@ -197,8 +209,7 @@ class Segments(ReadableSlots):
         if isinstance(slots, int):
             last = layout.max_length - 1
             if slots != last:
-                for view in self._views:
-                    view.select(2, slots).copy_(view.select(2, last))
+                self._move_one(slots, last)
         else:
             slots = self._checked(slots[..., :most], counts)
             if most == least == 1:
@@ -207,14 +218,23 @@ class Segments(ReadableSlots):
             else:
                 spread = slots.expand(-1, self.heads, -1).flatten(0, 1)
                 target, source = moves(layout.start_dev, layout.length_dev, spread, counts)
-            for buffer in self._buffers():
-                buffer.index_copy_(0, target, buffer.index_select(0, source))
+            self._move(target, source)
         if most == least and layout.uniform:
             self._grow(-most)
         else:
             self._set_lengths(layout.length - torch.tensor(counts).repeat_interleave(self.heads))
         if layout.should_shrink(layout.length):
             self._rebuild(layout.length, layout.length)
+
+    def _move_one(self, target: int, source: int) -> None:
+        """Copy one slot of every run onto another, in uniform runs."""
+        for view in self._views:
+            view.select(2, target).copy_(view.select(2, source))
+
+    def _move(self, target: Tensor, source: Tensor) -> None:
+        """Copy slots onto others; int64 [n], rows of the layout."""
+        for buffer in self._buffers():
+            buffer.index_copy_(0, target, buffer.index_select(0, source))
 
     def _checked(self, slots: Tensor, counts: list[int]) -> Tensor:
         """Slots to evict, [B, H or 1, n], on the device."""
@@ -250,6 +270,11 @@ class Segments(ReadableSlots):
         if self._quantized is not None:
             self._quantized.moved()
         run, slot = mask.nonzero(as_tuple=True)
+        self._close_up(run, slot, counts)
+
+    def _close_up(self, run: Tensor, slot: Tensor, counts: Tensor) -> None:
+        """Slots (run [n], slot [n]), in order, become all that their runs hold; counts [R] on the CPU."""
+        layout = self._layout
         source = layout.start_dev[run] + slot
         if layout.should_shrink(counts):
             self._rebuild(counts, counts, source)
@@ -297,13 +322,15 @@ class Segments(ReadableSlots):
         if extra.shape != layout.length.shape or bool((extra < 0).any()):
             raise ValueError(f"extra must hold {layout.length.shape[0]} counts of at least 0, got {extra.tolist()}")
         lengths = layout.length + extra
+        self._reserve(lengths, written=layout.length)
         if bool((lengths > layout.capacity).any()) or layout.becomes_uniform(lengths):
             self._rebuild(layout.length, lengths)
         if self._quantized is not None:
             self._quantized.moved()
         rows = flat((layout.start + layout.length).to(self._device), extra.to(self._device), int(extra.sum()))
-        self._keys.index_fill_(0, rows, 0)
-        self._values.index_fill_(0, rows, 0)
+        rows_at = self._at(rows)
+        self._keys.index_fill_(0, rows_at, 0)
+        self._values.index_fill_(0, rows_at, 0)
         self._positions.index_fill_(0, rows, -1)
         for name, buffer in self._fields.items():
             buffer.index_fill_(0, rows, self._fills[name])
@@ -322,14 +349,15 @@ class Segments(ReadableSlots):
                 raise ValueError("write reaches beyond the stored slots; call extend_blank first")
         runs = runs.to(self._device)
         rows = layout.start_dev[runs] + slots.to(self._device)
+        rows_at = self._to_write(rows)
         keys, values = keys.detach().to(self._device), values.detach().to(self._device)
         if self._quantized is not None:
             quantizer = self._quantized.quantizer
             keys, values = quantizer.quantize_key_rows(keys, runs), quantizer.quantize_values(values)
             if RESIDUAL in self._fields:
                 self._fields[RESIDUAL].index_fill_(0, rows, -1)
-        self._keys.index_copy_(0, rows, keys.to(self._keys.dtype))
-        self._values.index_copy_(0, rows, values.to(self._values.dtype))
+        self._keys.index_copy_(0, rows_at, keys.to(self._keys.dtype))
+        self._values.index_copy_(0, rows_at, values.to(self._values.dtype))
         self._positions.index_copy_(0, rows, positions.to(self._device, torch.int32))
 
     def select_sequences(self, index: Tensor) -> None:
@@ -350,42 +378,3 @@ class Segments(ReadableSlots):
             self._quantized.select(former, index)
         layout.batch = index.shape[0]
         self._rebuild(lengths, lengths, source)
-
-    # -- inside ------------------------------------------------------------------------------------------------------
-
-    def _set_lengths(self, lengths: Tensor) -> None:
-        self._layout.set_lengths(lengths)
-        self._runs = None
-
-    def _grow(self, by: int) -> None:
-        self._layout.grow(by)
-        self._runs = None
-
-    def _allocate(self, lengths: Tensor) -> None:
-        """Fresh, uninitialised buffers with room for lengths [R] and the usual slack; `_set_lengths` must follow."""
-        self._layout.allocate(lengths)
-        rows = self._layout.rows
-        # Normal tensors even under inference_mode: later steps may run outside of it and write here.
-        with torch.inference_mode(False):
-            self._keys = self._keys.new_empty(rows, self._keys.shape[1])
-            self._values = self._values.new_empty(rows, self._values.shape[1])
-            self._positions = self._positions.new_empty(rows)
-            self._fields = {name: buffer.new_empty(rows) for name, buffer in self._fields.items()}
-        self._held = sum(buffer.untyped_storage().nbytes() for buffer in self._buffers())
-        self._held += 0 if self._quantized is None else self._quantized.nbytes
-        self._refresh_views()
-
-    def _rebuild(self, carried: Tensor, lengths: Tensor, source: Tensor | None = None) -> None:
-        """Move into fresh buffers that have room for lengths [R].
-
-        The old rows `source` (in run order; by default all stored rows) become the first carried[r] slots of run r.
-        """
-        total = int(carried.sum())
-        if source is None:
-            source = self._layout.stored_rows()
-        before = self._buffers()
-        self._allocate(lengths)
-        target = flat(self._layout.start_dev, carried.to(self._device), total)
-        for old, new in zip(before, self._buffers(), strict=True):
-            take(new, old, target, source)
-        self._set_lengths(carried)

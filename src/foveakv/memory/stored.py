@@ -101,16 +101,35 @@ class ReadableSlots(SlotFields):
         Of quantized slots it gives what attention reads, in the model's dtype: full-precision copies where there are
         any, else dequantized numbers.
         """
-        keys, values = self._layout.padded(self._keys, 0), self._layout.padded(self._values, 0)
+        keys, values = self._padded_rows()
         if self._quantized is None:
             return keys, values
         return self._quantized.dequantized(self._layout, keys, values, self._fields.get(RESIDUAL))
 
+    def _padded_rows(self) -> tuple[Tensor, Tensor]:
+        """Stored rows as padded copies [B, H, M, ...], zeros beyond a run."""
+        return self._layout.padded(self._keys, 0), self._layout.padded(self._values, 0)
+
     @property
     def nbytes(self) -> int:
         """Bytes held by keys and values, slack and full-precision copies included."""
-        copies = 0 if self._quantized is None else self._quantized.window_nbytes
-        return self._keys.untyped_storage().nbytes() + self._values.untyped_storage().nbytes() + copies
+        return self._rows_nbytes + (0 if self._quantized is None else self._quantized.window_nbytes)
+
+    @property
+    def _rows_nbytes(self) -> int:
+        """Bytes held for rows of keys and values."""
+        return self._keys.untyped_storage().nbytes() + self._values.untyped_storage().nbytes()
+
+    @property
+    def overhead_nbytes(self) -> int:
+        """Bytes held for rows of keys and values beyond those of the stored slots."""
+        row = self._keys[:1].nbytes + self._values[:1].nbytes
+        return self._rows_nbytes - self.total * row
+
+    @property
+    def _capacity(self) -> int:
+        """Slots that the held rows have room for."""
+        return self._keys.shape[0]
 
     @property
     def side_nbytes(self) -> int:
@@ -131,7 +150,7 @@ class ReadableSlots(SlotFields):
         if quantized is None:
             return 0
         entries = self._fields[RESIDUAL].untyped_storage().nbytes() if RESIDUAL in self._fields else 0
-        return quantized.plain_nbytes(self._keys.shape[0]) - self.nbytes - quantized.quantizer.nbytes - entries
+        return quantized.plain_nbytes(self._capacity) - self.nbytes - quantized.quantizer.nbytes - entries
 
     def _buffers(self) -> list[Tensor]:
-        return [self._keys, self._values, self._positions, *self._fields.values()]
+        return [*super()._buffers(), self._keys, self._values]

@@ -7,7 +7,6 @@ attention, then the method decides what to keep), and the last layer calls `end_
 
 from __future__ import annotations
 
-import copy
 import time
 import weakref
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from torch import Tensor
 from foveakv import kernels
 from foveakv.core.budget import Geometry
 from foveakv.core.prompt import PromptMap
-from foveakv.engines.transformers import compat, contexts
+from foveakv.engines.transformers import compat, contexts, forks
 from foveakv.engines.transformers.blocks import Block, BlockReport, Reads
 from foveakv.engines.transformers.decision_checks import check_stream_layer, decisions_of_layers
 from foveakv.engines.transformers.decisions import Storage
@@ -80,7 +79,7 @@ class CompressedCache(compat.Cache):
         self.kv_dtype = options.kv_dtype
         self.residual_length = options.residual_length
         quantizer.check_dims(self.kv_dtype, head_dim(config), head_dim(config))
-        self.storage = Storage(method.name, options.backend, options.kv_dtype, options.residual_length)
+        self.storage = Storage(method.name, options.backend, options.kv_dtype, options.residual_length, options.pool)
         self.trace_wanted = options.trace
         self.owner: weakref.ref[Any] | None = None  # the model this cache was created for
         self.hold: Callable[[CompressedCache], Any] | None = None  # keeps the model attached while a copy exists
@@ -114,16 +113,19 @@ class CompressedCache(compat.Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:
         """Return an independent cache in the same state, for several continuations of a prompt; the model is shared."""
-        copied = memo[id(self)] = object.__new__(type(self))
-        with torch.inference_mode(False):  # copies created under inference_mode must be usable outside of it
-            for name, value in vars(self).items():
-                shared = name in ("config", "method", "owner", "hold", "options")
-                setattr(copied, name, value if shared else copy.deepcopy(value, memo))
-        for layer in copied.compressed:
-            layer._cache = weakref.ref(copied)
-        if copied.hold is not None:
-            copied.hold(copied)
-        return copied
+        return forks.copied(self, memo)
+
+    def fork(self) -> CompressedCache:
+        """Return a cache in the same state, for another continuation of the context; neither changes the other.
+
+        With `pool=` both share all stored pages, and copy a page before they write to it (see docs/pool.md). Without a
+        pool the fork is a full copy, as `copy.deepcopy` makes it. Offloaded chunks are shared in both cases.
+
+        Raises:
+            CacheInUseError: a forward pass is running, or failed.
+            PoolFullError: the pool has too little memory left for positions and side fields.
+        """
+        return forks.fork(self)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedModeError(

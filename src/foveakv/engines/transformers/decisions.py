@@ -6,6 +6,7 @@ Decisions are validated before anything is changed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from foveakv.errors import MethodError, UnsupportedModeError
 from foveakv.kernels.paged import reads_pages
 from foveakv.memory.chunk_growth import extend
 from foveakv.memory.chunks import ChunkStore
+from foveakv.memory.paged import PagedSegments
+from foveakv.memory.pool import Pool
 from foveakv.memory.segments import Segments
 from foveakv.methods.views import Decision, Offload, PrefillView
 
@@ -31,13 +34,21 @@ class Storage:
     """How a cache stores slots.
 
     method: name of the method, for messages. backend: attention backend. kv_dtype: dtype of quantized slots, or None.
-    residual_length: newest tokens in full precision, with a kv_dtype.
+    residual_length: newest tokens in full precision, with a kv_dtype. pool: where slots are stored; None: in buffers of
+    each layer.
     """
 
     method: str
     backend: str
     kv_dtype: str | None
     residual_length: int
+    pool: Pool | None = None
+
+    def from_dense(self, *args: Any, **kwargs: Any) -> Segments:
+        """`Segments.from_dense`, in the pool if there is one. PoolFullError: it has too little memory left."""
+        if self.pool is None:
+            return Segments.from_dense(*args, **kwargs)
+        return PagedSegments.from_dense(*args, **kwargs, pool=self.pool)
 
 
 def store_prompt(view: PrefillView, decision: Decision, storage: Storage) -> tuple[Segments, ChunkStore | None]:
@@ -49,6 +60,7 @@ def store_prompt(view: PrefillView, decision: Decision, storage: Storage) -> tup
     Raises:
         MethodError: the decision does not fit the view.
         StoreError: chunks cannot be written to disk.
+        PoolFullError: the pool has too little memory left.
     """
     batch, heads, columns = view.keys.shape[:3]
     real = view.prompt.real[:, None]
@@ -59,7 +71,7 @@ def store_prompt(view: PrefillView, decision: Decision, storage: Storage) -> tup
     store = None
     if decision.offload is not None:
         store = _offloaded(decision.offload, keys, values, view.prompt.real, view.positions)
-    segments = Segments.from_dense(
+    segments = storage.from_dense(
         keys, values, keep, view.positions,
         kv_dtype=storage.kv_dtype, residual_length=storage.residual_length, real=view.prompt.real,
     )  # fmt: skip

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from foveakv.errors import MethodError
 from foveakv.kernels import BACKENDS
 from foveakv.memory import quantizer
+from foveakv.memory.pool import Pool
 from foveakv.methods import Method, checks, near
 from foveakv.methods.capabilities import Capabilities
 
@@ -54,6 +55,8 @@ class CacheOptions:
             True, except with methods that evict while decoding.
         pinned: what further blocks never evict: "none", the text before the first image ("system"), what is stored of
             the "first" prompt, or a number of first tokens.
+        pool: a `foveakv.Pool` that slots are stored in, so that caches share its memory, and forks of a cache share
+            slots (see docs/pool.md). None: each layer has buffers of its own.
 
     Raises:
         MethodError: an invalid value, or options that exclude each other.
@@ -70,6 +73,7 @@ class CacheOptions:
     budget_of: Literal["context", "prompt"] = "context"
     keep_text: bool | None = None
     pinned: Literal["none", "system", "first"] | int = "none"
+    pool: Pool | None = None
 
     def __post_init__(self) -> None:
         quantizer.check_options(self.kv_dtype, self.residual_length)
@@ -85,9 +89,12 @@ class CacheOptions:
             checks.whole_number(
                 "cache options", "preallocate", self.preallocate, 1, "decoded tokens; True for the default"
             )
+        if self.pool is not None and not isinstance(self.pool, Pool):
+            raise MethodError(f'pool must be a foveakv.Pool, such as foveakv.Pool("2GiB"), got {self.pool!r}')
         if self.preallocated is None:
             return
         excluded = {
+            "pool": self.pool is not None,
             "kv_dtype": self.kv_dtype is not None,
             "max_decode_slots": self.max_decode_slots is not None,
             "trace": self.trace,

@@ -15,9 +15,11 @@ from foveakv.util.values import option_types, parse_value
 PLAIN = "none"
 """The method name for the plain model."""
 
-# A trace is of no use here, and a number of slots must not be read as true or false.
+# A trace is of no use here, a pool is no text, and a number of slots must not be read as true or false.
 _COMPRESS: dict[str, Any] = {
-    name: int | None if name == "preallocate" else kind for name, kind in field_types().items() if name != "trace"
+    name: int | None if name == "preallocate" else kind
+    for name, kind in field_types().items()
+    if name not in ("trace", "pool")
 }
 
 

@@ -1,0 +1,211 @@
+"""The pages of the runs of one layer: which page holds which slots, and which pages are shared with other caches.
+
+Whatever needs pages takes them first and changes the table afterwards, so that a full pool changes nothing.
+
+Notation: see `runs.py`. T slots are a page, K is the width of the table.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from foveakv.memory.page_space import PageSpace
+from foveakv.memory.rows import copy_rows
+
+
+class _Held:
+    """What an owner holds in a pool; a finalizer gives it back, so it must not refer to its owner."""
+
+    def __init__(self, space: PageSpace, pages: Tensor) -> None:
+        self.space, self.pages, self.side = space, pages, 0
+
+    def give_back(self) -> None:
+        self.space.pool.give_back(self.space, self.pages, self.side)
+
+
+class PageTable:
+    """Pages of R runs in a space.
+
+    host: int32 [R, K] on the CPU, -1 beyond a run's pages; on_device: the same on the device. count: int64 [R], pages
+    of every run. Tensors are replaced, never changed in place.
+    """
+
+    def __init__(self, space: PageSpace, host: Tensor, count: Tensor, device: torch.device) -> None:
+        """The table becomes an owner of the pages, which have been taken or shared for it."""
+        self.space, self.size, self.device = space, space.size, device
+        self.shared = False  # whether another table may have the same pages
+        self._set(host, count)
+        self._held = _Held(space, self._pages())
+        weakref.finalize(self, self._held.give_back).atexit = False
+
+    @classmethod
+    def empty(cls, space: PageSpace, runs: int, device: torch.device) -> PageTable:
+        """No pages."""
+        return cls(space, torch.empty(runs, 0, dtype=torch.int32), torch.zeros(runs, dtype=torch.int64), device)
+
+    def _set(self, host: Tensor, count: Tensor) -> None:
+        self.host, self.count = host, count
+        self.most = int(count.max())
+        self.total = int(count.sum())
+        self.on_device = host.to(self.device, non_blocking=True)
+
+    def _pages(self) -> Tensor:
+        return self.host[self.host >= 0].to(torch.int64)
+
+    def _become(self, host: Tensor, count: Tensor, released: Tensor | None = None) -> None:
+        """Change the table; released: pages int64 [n] that it no longer names."""
+        self._set(host, count)
+        self._held.pages = self._pages()
+        if released is not None:
+            self.space.release(released)
+
+    # ---- bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages, shared ones included."""
+        return self.total * self.space.page_nbytes
+
+    @property
+    def side_nbytes(self) -> int:
+        """Bytes of the table."""
+        return self.host.untyped_storage().nbytes() * (1 if self.device.type == "cpu" else 2)
+
+    def charge(self, nbytes: int) -> None:
+        """Count nbytes of side data in the pool, instead of what was counted before. PoolFullError: no room."""
+        self.space.pool.change_side(nbytes - self._held.side)
+        self._held.side = nbytes
+
+    # ---- pages
+
+    def need(self, lengths: Tensor) -> Tensor:
+        """Pages that runs of lengths [R] fill."""
+        return (lengths + (self.size - 1)) // self.size
+
+    def prepare(self, lengths: Tensor, run: Tensor | None = None, column: Tensor | None = None) -> None:
+        """Make room for lengths [R], and pages (run [n], column [n]) the table's own, so that they may be written.
+
+        All int64 on the CPU; columns may lie beyond a run's pages and may repeat. PoolFullError: nothing has changed.
+        """
+        count = torch.maximum(self.need(lengths), self.count)
+        extra = int((count - self.count).sum())
+        copied = self._to_copy(run, column) if self.shared and run is not None and column is not None else None
+        if extra == 0 and copied is None:
+            return
+        copies = 0 if copied is None else copied.shape[1]
+        taken = self.space.take(extra + copies)
+        host, released = self._widened(int(count.max())), None
+        if copied is not None:
+            place = copied[0], copied[1]
+            released = host[place].to(torch.int64)
+            self.space.copy(released, taken[extra:])
+            host[place] = taken[extra:].to(torch.int32)
+        new = torch.arange(host.shape[1])
+        new = (new >= self.count[:, None]) & (new < count[:, None])
+        host[new] = taken[:extra].to(torch.int32)
+        self._become(host, count, released)
+
+    def _widened(self, columns: int) -> Tensor:
+        """A copy of the table, with at least so many columns."""
+        if columns <= self.host.shape[1]:
+            return self.host.clone()
+        width = max(columns, self.host.shape[1] + self.host.shape[1] // 2)
+        host = torch.full((len(self.host), width), -1, dtype=torch.int32)
+        host[:, : self.host.shape[1]] = self.host
+        return host
+
+    def _to_copy(self, run: Tensor, column: Tensor) -> Tensor | None:
+        """int64 [2, n], those of the named pages that have other owners."""
+        within = column < self.count[run]
+        named = torch.stack([run[within], column[within]]).unique(dim=1)
+        owners = self.space.owners
+        others = owners[self.host[named[0], named[1]].to(torch.int64)] > 1
+        if not bool(others.any()):
+            self.shared = bool((owners[self._held.pages] > 1).any())
+            return None
+        return named[:, others]
+
+    def trim(self, lengths: Tensor, spare: int = 0) -> None:
+        """Give back pages that runs of lengths [R] do not need, all but `spare` of each."""
+        count = torch.minimum(self.count, self.need(lengths) + spare)
+        if torch.equal(count, self.count):
+            return
+        column = torch.arange(self.host.shape[1])
+        gone = (column >= count[:, None]) & (self.host >= 0)
+        self._become(self.host.masked_fill(gone, -1), count, self.host[gone].to(torch.int64))
+
+    def select(self, former: Tensor) -> None:
+        """Run i becomes the former run former[i], int64 [R'], and shares its pages with others that do."""
+        host, count, released = self.host[former], self.count[former], self._held.pages
+        self.space.share(host[host >= 0].to(torch.int64))
+        self.shared = True
+        self._become(host, count, released)
+
+    def fork(self) -> PageTable:
+        """A table that shares all pages."""
+        self.space.share(self._held.pages)
+        self.shared = True
+        other = PageTable(self.space, self.host, self.count, self.device)
+        other.shared = True
+        return other
+
+    # ---- rows
+
+    def rows(self, run: Tensor, slot: Tensor) -> Tensor:
+        """Rows of keys and values, int64 [n], of slots [n] of runs [n]."""
+        page = self.on_device[run, slot // self.size].to(torch.int64)
+        return page * self.size + slot % self.size
+
+    def close_up(self, run: Tensor, slot: Tensor, lengths: Tensor) -> _Closing:
+        """What to do so that slots (run [n], slot [n]), in order of runs and slots, become runs of lengths [R].
+
+        PoolFullError: nothing has changed.
+        """
+        counts = lengths.to(run.device)
+        target = torch.arange(len(run), device=run.device) - (counts.cumsum(0) - counts)[run]
+        moved = (slot != target).nonzero()[:, 0]
+        if not self.shared or len(moved) == 0:
+            return _Closing(self, lengths, run[moved], slot[moved], target[moved], None, None)
+        # New pages from the first one on that changes: others may still read the old ones.
+        count = self.need(lengths)
+        first = (count * self.size).scatter_reduce_(0, run[moved].cpu(), target[moved].cpu(), "amin") // self.size
+        taken = self.space.take(int((count - first).clamp_(min=0).sum()))
+        column = torch.arange(self.host.shape[1])
+        fresh = (column >= first[:, None]) & (column < count[:, None])
+        host = self.host.clone()
+        host[fresh] = taken.to(torch.int32)
+        again = (target // self.size >= first.to(run.device)[run]).nonzero()[:, 0]
+        return _Closing(self, lengths, run[again], slot[again], target[again], host, self.host[fresh].to(torch.int64))
+
+
+class _Closing:
+    """Slots that move to the front of their runs: prepared, so that nothing can fail any more."""
+
+    def __init__(
+        self, table: PageTable, lengths: Tensor, run: Tensor, slot: Tensor, target: Tensor, host: Tensor | None,
+        released: Tensor | None,
+    ) -> None:  # fmt: skip
+        self.table, self.lengths, self.host, self.released = table, lengths, host, released
+        self.run, self.target = run, target
+        self.source = table.rows(run, slot)
+
+    def carry_out(self) -> None:
+        """Move the rows and give back the pages at the ends."""
+        table = self.table
+        if self.host is not None:
+            table._become(self.host, table.count)  # `released` are still readable
+        rows = table.rows(self.run, self.target)
+        for buffer in (table.space.keys, table.space.values):
+            copy_rows(buffer, buffer, rows, self.source)
+        if self.released is not None:
+            table.space.release(self.released)
+        table.trim(self.lengths)
+
+    def undo(self) -> None:
+        """Give back the pages that were taken for it."""
+        if self.host is not None:
+            new = self.host[self.host != self.table.host].to(torch.int64)
+            self.table.space.release(new)

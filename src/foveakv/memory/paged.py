@@ -1,0 +1,261 @@
+"""Stored keys and values of one layer in pages of a pool, with the interface of `Segments`.
+
+Keys and values of a run are in pages that a table names; positions and side fields are contiguous beside them, since
+some methods write them at every step, and pages that caches share must not be copied for that. Both count in the pool.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foveakv.memory.page_table import PageTable
+from foveakv.memory.pool import Pool
+from foveakv.memory.quantizer import Quantizer
+from foveakv.memory.rows import copy_rows
+from foveakv.memory.runs import Runs, padded_rows
+from foveakv.memory.segments import Segments
+
+
+class PagedSegments(Segments):
+    """The KV slots of one layer in pages of a pool.
+
+    `copy.deepcopy` makes a fork: it shares all pages, and whoever writes to a shared page first copies it. Where memory
+    must be taken, `PoolFullError` says that the pool has too little; what is stored has not changed then.
+    """
+
+    table: PageTable
+
+    def __init__(
+        self,
+        batch: int,
+        heads: int,
+        keys: Tensor,
+        values: Tensor,
+        quantizer: Quantizer | None = None,
+        residual_length: int = 0,
+        *,
+        pool: Pool,
+    ) -> None:
+        """Make an empty memory; see `Segments`."""
+        self.pool = pool
+        self._next: Tensor | None = None  # int64 [R] rows of the next slots
+        self._ahead = 0  # how many slots of every run can be written at `_next` and after it
+        super().__init__(batch, heads, keys, values, quantizer, residual_length)
+        pool.join(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PagedSegments:
+        self.table.trim(self._layout.length)  # pages in reserve are not shared
+        forked = memo[id(self)] = object.__new__(type(self))
+        forked.__dict__.update(self.__dict__)
+        forked.table = self.table.fork()
+        forked.table.charge(self._charged)
+        self._ahead = forked._ahead = 0
+        self._runs = forked._runs = None
+        forked._layout = copy.copy(self._layout)  # its tensors are never changed in place
+        forked._quantized = copy.deepcopy(self._quantized, memo)
+        with torch.inference_mode(False):
+            forked._positions = self._positions.clone()
+            forked._fields = {name: field.clone() for name, field in self._fields.items()}
+        forked._fills = dict(self._fills)
+        forked._refresh_views()
+        self.pool.join(forked)
+        return forked
+
+    # -- what is stored ----------------------------------------------------------------------------------------------
+
+    @property
+    def _keys(self) -> Tensor:  # type: ignore[override]
+        return self.table.space.keys
+
+    @property
+    def _values(self) -> Tensor:  # type: ignore[override]
+        return self.table.space.values
+
+    @property
+    def runs(self) -> Runs:
+        """See `ReadableSlots.runs`: with a page table."""
+        if self._runs is None or self._runs.keys is not self._keys:
+            self._runs = None
+            runs = super().runs
+            runs.table, runs.table_host, runs.page_size = self.table.on_device, self.table.host, self.table.size
+        return super().runs
+
+    @property
+    def pages(self) -> int:
+        """Pages of all runs, shared ones included."""
+        return self.table.total
+
+    @property
+    def side_nbytes(self) -> int:
+        """Bytes held by everything else: positions, starts, lengths, fields, scales, the page table."""
+        return super().side_nbytes + self.table.side_nbytes
+
+    @property
+    def held_nbytes(self) -> int:
+        """See `ReadableSlots.held_nbytes`."""
+        return self._held + self.table.nbytes + self.table.side_nbytes
+
+    @property
+    def _rows_nbytes(self) -> int:
+        return self.table.nbytes
+
+    @property
+    def _capacity(self) -> int:
+        return self.table.total * self.table.size
+
+    def _buffers(self) -> list[Tensor]:
+        return [self._positions, *self._fields.values()]
+
+    def _padded_rows(self) -> tuple[Tensor, Tensor]:
+        rows, stored = padded_rows(self.runs)
+        shape, beyond = (self.batch, self.heads, self.max_length, -1), ~stored.view(-1)
+        padded = []
+        for buffer in (self._keys, self._values):
+            found = buffer.index_select(0, rows.view(-1))
+            found[beyond] = 0
+            padded.append(found.view(*shape[:3], buffer.shape[1]))
+        return padded[0], padded[1]
+
+    # -- pages -------------------------------------------------------------------------------------------------------
+
+    def _make_rows(self, dtype: torch.dtype, key_width: int, value_width: int) -> None:
+        space = self.pool.space(self._device, dtype, key_width, value_width)
+        self.table = PageTable.empty(space, self._layout.batch * self._layout.heads, self._device)
+
+    def _allocate_rows(self, rows: int) -> None:
+        """Nothing: pages are taken by `_reserve`."""
+
+    def _charge(self, rows: int, more: int = 0, runs: int | None = None) -> None:
+        """Count positions, fields (and `more` bytes per row), scales and full-precision copies in the pool.
+
+        runs: R after the change; None: as now.
+        """
+        row = more + sum(buffer.element_size() for buffer in self._buffers())
+        each = 0 if self._quantized is None else self._quantized.nbytes
+        if runs is not None:
+            each = each // len(self.table.host) * runs
+        self._charged = rows * row + each
+        self.table.charge(self._charged)
+
+    def _reserve(self, lengths: Tensor, written: Tensor | None = None) -> None:
+        self._ahead, self._runs = 0, None
+        run = column = None
+        if written is not None and self.table.shared:
+            first = written // self.table.size
+            end = torch.minimum(self.table.need(lengths), self.table.count).where(lengths > written, first)
+            column = first[:, None] + torch.arange(int((end - first).max().clamp_(min=0)))
+            run, column = (column < end[:, None]).nonzero()[:, 0], column[column < end[:, None]]
+        self.table.prepare(lengths, run, column)
+
+    def _make_room(self, q: int) -> None:
+        layout = self._layout
+        if q > self._ahead:
+            self._reserve(layout.length + q, layout.length)
+        super()._make_room(q)
+
+    def _at(self, rows: Tensor) -> Tensor:
+        run, slot = self._places(rows)
+        return self.table.rows(run, slot)
+
+    def _places(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Runs and slots of rows of the layout."""
+        run = torch.searchsorted(self._layout.start_dev, rows, right=True) - 1
+        return run, rows - self._layout.start_dev[run]
+
+    def _to_write(self, rows: Tensor) -> Tensor:
+        run, slot = self._places(rows)
+        if self.table.shared:
+            self._ahead = 0
+            self.table.prepare(self._layout.length, run.cpu(), (slot // self.table.size).cpu())
+            self._runs = None
+        return self.table.rows(run, slot)
+
+    def _take(self, buffer: Tensor, source: Tensor, rows: Tensor, source_rows: Tensor) -> None:
+        copy_rows(buffer, source, rows, source_rows)
+
+    # -- operations --------------------------------------------------------------------------------------------------
+
+    def _append_rows(self, keys: Tensor, values: Tensor, rows: Tensor | None) -> None:
+        q = keys.shape[2]
+        if self._next is None or q > self._ahead:
+            rows = self._open(q)
+        elif q == 1:
+            rows = self._next
+        else:
+            rows = (self._next[:, None] + torch.arange(q, device=self._device)).view(-1)
+        if self._ahead >= q and self._next is not None:
+            self._next, self._ahead = self._next + q, self._ahead - q
+        n = rows.shape[0]
+        self._keys.index_copy_(0, rows, keys.reshape(n, -1).to(self._keys.dtype))
+        self._values.index_copy_(0, rows, values.reshape(n, -1).to(self._values.dtype))
+
+    def _open(self, q: int) -> Tensor:
+        """Rows of q new slots, int64 [R * q], where some of them begin a page; `_next` is then where q more are."""
+        layout, size = self._layout, self.table.size
+        run = torch.arange(layout.length.shape[0], device=self._device)[:, None]
+        slot = layout.length_dev[:, None] + torch.arange(q, device=self._device)
+        rows = self.table.rows(run.expand_as(slot), slot)
+        self._ahead = q + int((size - 1 - (layout.length + (q - 1)) % size).min())
+        self._next = rows[:, -1] + (1 - q)
+        return rows.reshape(-1)
+
+    def _set_lengths(self, lengths: Tensor) -> None:
+        super()._set_lengths(lengths)
+        self._ahead = 0
+
+    def evict(self, slots: Tensor | int, counts: list[int]) -> None:
+        """See `Segments.evict`. Each run keeps a free page in reserve, for methods that add and evict in turn."""
+        super().evict(slots, counts)
+        self._ahead = 0
+        if not self._layout.uniform or self.table.most > 1 + -(-self.max_length // self.table.size):
+            self.table.trim(self._layout.length, spare=1)
+            self._runs = None
+
+    def _move_one(self, target: int, source: int) -> None:
+        run = torch.arange(self.table.host.shape[0], device=self._device)
+        self._move_rows(run, torch.full_like(run, target), torch.full_like(run, source))
+        super()._move_one(target, source)
+
+    def _move(self, target: Tensor, source: Tensor) -> None:
+        some = (self._layout.length > 0).nonzero()[:, 0].to(self._device)  # others have no page, and nothing to move
+        start = self._layout.start_dev[some, None]
+        slots, sources = (rows.view(self.table.host.shape[0], -1)[some] - start for rows in (target, source))
+        run = some[:, None].expand_as(slots).reshape(-1)
+        self._move_rows(run, slots.view(-1), sources.view(-1))
+        super()._move(target, source)
+
+    def _move_rows(self, run: Tensor, target: Tensor, source: Tensor) -> None:
+        """Copy slots source [n] of runs [n] onto slots target [n]."""
+        if self.table.shared:
+            self.table.prepare(self._layout.length, run.cpu(), (target // self.table.size).cpu())
+            self._runs = None
+        rows, from_rows = self.table.rows(run, target), self.table.rows(run, source)
+        for buffer in (self._keys, self._values):
+            buffer.index_copy_(0, rows, buffer.index_select(0, from_rows))
+
+    def _close_up(self, run: Tensor, slot: Tensor, counts: Tensor) -> None:
+        closing = self.table.close_up(run, slot, counts)
+        try:
+            super()._close_up(run, slot, counts)
+        except BaseException:
+            closing.undo()
+            raise
+        closing.carry_out()
+        self._ahead, self._runs = 0, None
+
+    def select_sequences(self, index: Tensor) -> None:
+        """Sequence i becomes the former sequence index[i]; pages are shared, not copied."""
+        index = index.to("cpu", torch.int64)
+        if index.tolist() == list(range(self.batch)):
+            return
+        former = (index[:, None] * self.heads + torch.arange(self.heads)).view(-1)
+        if len(index) and bool(((index >= 0) & (index < self.batch)).all()):  # else an error follows
+            self._charge(self._layout.rows_for(self._layout.length[former]), runs=len(former))
+        self.table.trim(self._layout.length)  # pages in reserve are not shared
+        super().select_sequences(index)
+        self.table.select(former)
+        self._ahead, self._runs = 0, None
