@@ -18,6 +18,10 @@ FAMILIES = ["qwen2_5_vl", "llava", "gemma3", "llama", "qwen3_vl", "internvl"]
 TURNS = {"images": (True, True), "text-image": (False, True), "one image": (True,)}
 
 
+Say = Callable[[Any], Any]
+"""Runs the model on a context; gets the session, or None where the model is plain."""
+
+
 @dataclass
 class Talk:
     """What a compressed conversation gave, and what its attention was handed."""
@@ -29,20 +33,20 @@ class Talk:
     cache: Any
 
 
-def compressed(model: Any, method: Any, say: Callable[[], Any], **options: Any) -> Talk:
-    """Run `say()` inside `compress`, with a trace."""
+def compressed(model: Any, method: Any, say: Say, **options: Any) -> Talk:
+    """Run `say(session)` inside `compress`, with a trace."""
     torch.manual_seed(0)
     with (
         foveakv.compress(model, method, trace=True, **options) as session,
         recorded(model) as logits,
         witness.witnessed() as seen,
     ):
-        say()
+        say(session)
         cache = session.cache
         return Talk(logits, session, list(session.trace), seen.of(cache), cache)
 
 
-def check(model: Any, talk: Talk, say: Callable[[], Any], tolerance: float = 1e-6, rows: str = "all") -> None:
+def check(model: Any, talk: Talk, say: Say, tolerance: float = 1e-6, rows: str = "all") -> None:
     """The plain model says the same in every pass when it attends to what the compressed run attended to.
 
     rows: "last" compares the last row of every pass only, where others are of padding.
@@ -51,7 +55,7 @@ def check(model: Any, talk: Talk, say: Callable[[], Any], tolerance: float = 1e-
     merges = talk.cache.method.merges
     torch.manual_seed(0)
     with masked(model, talk.trace, stored=None if merges else talk.stored) as replay, recorded(model) as want:
-        say()
+        say(None)
     got = talk.logits
     if merges:  # the plain model has no merged numbers: only what was read before the first merge is comparable
         got, want = got[:1], want[:1]

@@ -273,7 +273,9 @@ def last_rows(real: Tensor, window: int) -> tuple[Tensor, Tensor]:
     return last.clamp_min(0), last >= 0
 
 
-def text_rows(prompt: PromptMap, after_first_visual: bool = True, max_rows: int | None = 64) -> tuple[Tensor, Tensor]:
+def text_rows(
+    prompt: PromptMap, after_first_visual: bool = True, max_rows: int | None = 64, start: int = 0
+) -> tuple[Tensor, Tensor]:
     """Select the text rows used for scoring: rows int64 [B, n], ascending, valid bool [B, n].
 
     Args:
@@ -281,6 +283,7 @@ def text_rows(prompt: PromptMap, after_first_visual: bool = True, max_rows: int 
         after_first_visual: use only text that can see visual tokens; a sequence without such text uses all its text.
             Not stated in the papers; an early row sees few columns, which would inflate HybridKV's Eq. 3.
         max_rows: the most rows, of which a quarter are the last ones and the others evenly spaced; None = all.
+        start: first column of the newest block; earlier text does not count.
 
     Raises:
         InputError: `max_rows` is below 1.
@@ -288,8 +291,10 @@ def text_rows(prompt: PromptMap, after_first_visual: bool = True, max_rows: int 
     if max_rows is not None and max_rows < 1:
         raise InputError(f"max_rows must be at least 1 or None, got {max_rows}")
     text = prompt.text
+    columns = torch.arange(prompt.columns, device=text.device)
+    if start:
+        text = text & (columns >= start)
     if after_first_visual:
-        columns = torch.arange(prompt.columns, device=text.device)
         after = text & (columns > prompt.first_visual[:, None])
         text = torch.where(after.any(1, keepdim=True), after, text)
     picked = [_spread(row.nonzero().flatten(), max_rows) for row in text]

@@ -261,6 +261,18 @@ class Segments(ReadableSlots):
             shift(buffer, target, source)
         self._set_lengths(counts)
 
+    def in_token_order(self) -> None:
+        """Move slots so that every run is in the order of positions; free where it is already. Blank slots go last."""
+        layout, positions = self._layout, self.positions()
+        keys = torch.where(positions < 0, torch.iinfo(positions.dtype).max, positions)
+        if bool((keys[..., 1:] >= keys[..., :-1]).all()):
+            return
+        order = keys.flatten(0, 1).argsort(dim=-1, stable=True)
+        source = (layout.start_dev[:, None] + order)[layout.valid().flatten(0, 1)]
+        if self._quantized is not None:
+            self._quantized.moved()
+        self._rebuild(layout.length, layout.length, source)
+
     def crop(self, end: int) -> None:
         """Drop the slots whose position is `end` or later."""
         window = None if self._quantized is None else self._quantized.window

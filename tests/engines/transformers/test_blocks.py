@@ -21,5 +21,25 @@ def test_turns(family: str, name: str, talk: str) -> None:
     method = matrix.method(name)
     if method.visual_only and family in families.TEXT:
         pytest.skip("evicts visual tokens only")
-    say: Any = lambda: talks.converse(family, model, talks.TURNS[talk])  # noqa: E731
+
+    def say(session: Any) -> None:
+        talks.converse(family, model, talks.TURNS[talk])
+
     talks.check(model, talks.compressed(model, method, say), say)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("name", matrix.METHODS)
+def test_chunks_that_are_compressed_one_by_one(name: str, chunk: int) -> None:
+    """A prompt of 80 tokens: every chunk attends to what is stored of those before it."""
+    model, ids = matrix.model("llama", torch.float64), torch.tensor([families.words(80, 3)])
+    method = matrix.method(name)
+    if method.visual_only or method.further == "keep":
+        pytest.skip("needs images, or the prompt as a whole")
+
+    def say(session: Any) -> None:
+        model.generate(input_ids=ids, **{**matrix.GREEDY, "max_new_tokens": 2}, prefill_chunk_size=chunk)
+
+    talk = talks.compressed(model, method, say, chunks="compress")
+    talks.check(model, talk, say)
+    assert [block.kind for block in talk.cache.blocks] == ["prompt"] + ["chunk"] * (-(-80 // chunk) - 1)

@@ -177,6 +177,11 @@ class Attachment:
 
     # ---- M-RoPE state
 
+    @property
+    def has_offsets(self) -> bool:
+        """Whether the model keeps an offset between the index of a token and its position (M-RoPE)."""
+        return bool(self._stateful)
+
     def model_state(self) -> list[Any]:
         """What the model keeps on itself between calls: one M-RoPE offset for each module that has one."""
         return [getattr(module(), "rope_deltas", None) for module in self._stateful]

@@ -56,7 +56,7 @@ class Block:
         request: what the method sees of it; None with mode "keep".
         protected: bool [B, context columns], tokens of earlier blocks that stay; None: there are none.
         columns: for every layer that has decided, the columns of its view: int64 [B, C], -1 before the first.
-        slots, evicted: slots stored before it, and evicted by it, over all layers.
+        evicted: slots evicted by it, over all layers.
     """
 
     kind: Kind
@@ -72,6 +72,24 @@ class Block:
     def new(self) -> int:
         """Columns of the block, q."""
         return self.context.columns - self.start
+
+
+@dataclass(frozen=True)
+class BlockReport:
+    """What was stored of a block, and of all before it.
+
+    kind: "prompt", "turn", "chunk" or "feed". decided: "context", "block" or "keep", see `Method.further`. tokens: of
+    the block, over all sequences. stored_slots, stored_bytes: of the cache after it. evicted: slots that it evicted.
+    peak_bytes: highest bytes while it was read.
+    """
+
+    kind: str
+    decided: str
+    tokens: int
+    stored_slots: int
+    evicted: int
+    stored_bytes: int
+    peak_bytes: int
 
 
 @dataclass
@@ -180,6 +198,7 @@ def end_layer(layer: Any, query: Tensor, mask: Mask | None, scaling: float) -> N
     for name, each in decision.fields.items():
         _set_field(segments, union, name, each)
     _keep(layer, block, decision.keep if decision.keep is None else decision.keep & candidates)
+    segments.in_token_order()
     cache.note_peak(sum(made.nbytes for made in (decision.keys, decision.values) if made is not None))
     cache.end_layer(layer)
 

@@ -20,7 +20,7 @@ from foveakv import kernels
 from foveakv.core.budget import Geometry
 from foveakv.core.prompt import PromptMap
 from foveakv.engines.transformers import compat, contexts
-from foveakv.engines.transformers.blocks import Block, Reads
+from foveakv.engines.transformers.blocks import Block, BlockReport, Reads
 from foveakv.engines.transformers.decision_checks import check_stream_layer, decisions_of_layers
 from foveakv.engines.transformers.decisions import Storage
 from foveakv.engines.transformers.layer import CompressedLayer
@@ -91,6 +91,8 @@ class CompressedCache(compat.Cache):
         self.prompt: PromptMap | None = None  # what has been compressed
         self.context: PromptMap | None = None  # the same with what later blocks stored whole
         self.block: Block | None = None  # the further block that is being read
+        self.blocks: list[BlockReport] = []  # what was stored of the blocks so far
+        self.block_peak = 0  # highest bytes since the newest block began
         self.turn_start = 0  # columns before it belong to earlier turns
         self.first_columns = 0  # of the first prompt
         self.first_lengths: Tensor | None = None  # tokens of each sequence of the first prompt, int64 [B]
@@ -263,7 +265,8 @@ class CompressedCache(compat.Cache):
         more: bytes that no layer holds at this moment, such as copies made by a method, or memory that an eviction has
         just freed (the amount is known only afterwards).
         """
-        self.peak_nbytes = max(self.peak_nbytes, self.stored_nbytes + more)
+        self.block_peak = max(self.block_peak, self.stored_nbytes + more)
+        self.peak_nbytes = max(self.peak_nbytes, self.block_peak)
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -325,6 +328,7 @@ class CompressedCache(compat.Cache):
         try:
             if prompt is not None:
                 self.kinds_known = self.kinds_known and kinds_known
+                self.block_peak = 0 if self.prefilled else self.block_peak
                 contexts.begin(self, prompt, itemsize, new, total, block, mask)
         except BaseException:
             self.prompt, self._request, self.state, self.context, self.turn_start, self.undecided = before
@@ -348,7 +352,7 @@ class CompressedCache(compat.Cache):
                 self.clock.end(self.forward_tokens or 0)
                 for layer in self.compressed:
                     layer.seen += self.forward_tokens or 0
-        if self.block is not None:
+        if self.block is not None or (self._prefilling and self.prefilled):
             contexts.end_block(self)
         self.model_state = model_state
         self.forward_tokens = self.block = None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from foveakv.core.prompt import PromptMap
-from foveakv.engines.transformers.blocks import Block, Kind, Mode, Reads
+from foveakv.engines.transformers.blocks import Block, BlockReport, Kind, Mode, Reads
 from foveakv.engines.transformers.sizes import geometry_of
 from foveakv.errors import MethodError, NoVisualTokensError, UnsupportedModeError
 from foveakv.methods.views import PromptView
@@ -40,7 +40,7 @@ def begin_prompt(cache: Any, prompt: PromptMap, itemsize: int, total: int | None
     """
     method = cache.method
     cache.prompt = prompt if cache.prompt is None else cache.prompt.concat(prompt)
-    if (not cache.last_chunk or not ends) and (method.prunes_after is not None or method.observes.second_pass):
+    if not cache.last_chunk and (method.prunes_after is not None or method.observes.second_pass):
         what = "drop_hidden_states" if method.prunes_after is not None else "a second pass"
         raise UnsupportedModeError(
             f"{method.name} with {what} needs the whole prompt in one forward pass; remove prefill_chunk_size"
@@ -103,15 +103,26 @@ def begin_block(cache: Any, reads: Reads, prompt: PromptMap, itemsize: int, mask
 
 
 def end_block(cache: Any) -> None:
-    """Finish a further block after its last layer: from now on, its tokens are part of the prompt."""
-    block: Block = cache.block
-    cache.context = block.context
-    if block.mode == "keep":
+    """Finish a prompt or a further block after its last layer: its tokens are part of the prompt from now on."""
+    block: Block | None = cache.block
+    if block is None:
+        evicted = sum(layer.counts.evicted for layer in cache.compressed)
+        cache.blocks.append(_report(cache, "prompt", "context", int(cache.full_prompt.lengths.sum()), evicted))
         return
-    cache.prompt = block.context
-    tokens = int(block.context.lengths.sum())
-    for layer in cache.compressed:
-        layer.end_block(block.context.columns, tokens)
+    cache.context = block.context
+    tokens = int(block.context.real[:, block.start :].sum())
+    if block.mode != "keep":
+        cache.prompt = block.context
+        whole = int(block.context.lengths.sum())
+        for layer in cache.compressed:
+            layer.end_block(block.context.columns, whole)
+    cache.blocks.append(_report(cache, block.kind, block.mode, tokens, block.evicted))
+
+
+def _report(cache: Any, kind: str, decided: str, tokens: int, evicted: int) -> BlockReport:
+    cache.note_peak()
+    slots = sum(layer.stored_slots for layer in cache.compressed)
+    return BlockReport(kind, decided, tokens, slots, evicted, cache.stored_nbytes, cache.block_peak)
 
 
 def request_of(

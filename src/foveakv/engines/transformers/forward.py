@@ -147,7 +147,7 @@ def session_cache(
     """
     method = session.method
     if call.generating and call.caches and method.visual_only and kwargs is not None:
-        prompt = _prompt(model, kwargs)
+        prompt = prompt_map(model, kwargs)
         if not bool(prompt.visual.any()):
             method = Full()
     cache = new_cache(model, method, session.options)
@@ -185,12 +185,12 @@ def _begin(attached: Attachment, call: Call, cache: CompressedCache, kwargs: dic
     if not call.generating:
         attached.set_model_state(cache.model_state)
     ids = _ids(kwargs)
-    new, total = ids.shape[1], _total(attached, call)
+    new, total = ids.shape[1], _total(attached, call, cache)
     _check_mask(cache, kwargs.get("attention_mask"), new, None if cache.compresses_chunks else total)
     block = _block(attached, call, cache, new, total)
     if block is not None and not call.generating and block.total is not None and (session := attached.session()):
         session.prompt_from = block.began
-    prompt = None if cache.prefilled and block is None else _prompt(model, kwargs)
+    prompt = None if cache.prefilled and block is None else prompt_map(model, kwargs)
     known = kwargs.get("input_ids") is not None or kwargs.get("mm_token_type_ids") is not None
     cache.begin_forward(
         new, prompt, total, model.dtype.itemsize, batch=len(ids), mask=kwargs.get("attention_mask"), kinds_known=known,
@@ -205,8 +205,6 @@ def _block(attached: Attachment, call: Call, cache: CompressedCache, new: int, t
         return Reads("feed", None)
     if call.generating:
         began = call.began
-        if not call.caches or call.caches[0] is not cache:
-            return None  # a second branch reads its prompt at once
         # A call that adds one token goes on decoding.
         first = total is None and 0 < began == cache.seen and new > 1
         inside = first or (total is not None and cache.seen < total and total - began > 1)
@@ -238,16 +236,16 @@ def _check_mask(cache: CompressedCache, mask: Any, new: int, total: int | None) 
 
 def _drafted(attached: Attachment, call: Call, cache: CompressedCache, kwargs: dict[str, Any]) -> int:
     """The number of tokens after the prompt, or after a later turn, in the pass that completes it."""
-    total, new = _total(attached, call), _ids(kwargs).shape[1]
+    total, new = _total(attached, call, cache), _ids(kwargs).shape[1]
     if cache.prefilled and _block(attached, call, cache, new, total) is None:
         return 0
     return 0 if total is None else max(0, cache.seen + new - total)
 
 
-def _total(attached: Attachment, call: Call) -> int | None:
+def _total(attached: Attachment, call: Call, cache: CompressedCache) -> int | None:
     """The number of tokens at which the prompt of a pass is complete; None: with the pass itself."""
     if call.generating:
-        return call.prompt_total
+        return call.prompt_total if call.caches[:1] == [cache] else None  # a second branch reads its prompt at once
     session = attached.session()
     return None if session is None else session.prompt_total
 
@@ -262,7 +260,7 @@ def _ids(kwargs: dict[str, Any]) -> Tensor:
     return torch.full(embeds.shape[:2], -1, device=embeds.device)
 
 
-def _prompt(model: Any, kwargs: dict[str, Any]) -> PromptMap:
+def prompt_map(model: Any, kwargs: dict[str, Any]) -> PromptMap:
     """What each token of a prompt, or of a chunk of it, is."""
     ids = _ids(kwargs)
     new = ids.shape[1]

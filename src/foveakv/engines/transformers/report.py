@@ -9,6 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from foveakv.engines.transformers import compat
+from foveakv.engines.transformers.blocks import BlockReport
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -98,6 +99,7 @@ class Report:
     residual_length newest tokens are stored in full precision. saved_by_quantization: bytes saved compared to the same
     slots in the model's dtype. method_notes: caveats from the cache and the method. branches: for every other cache of
     the same call (the unconditional branch of `guidance_scale`), its method, tokens_seen and stored_bytes.
+    blocks: what was stored of the prompt and of every further block.
     """
 
     settings: dict[str, Any]
@@ -116,6 +118,7 @@ class Report:
     saved_by_quantization: int = 0
     method_notes: tuple[str, ...] = ()
     branches: tuple[dict[str, Any], ...] = ()
+    blocks: tuple[BlockReport, ...] = ()
 
     @classmethod
     def of(cls, cache: CompressedCache, branches: Sequence[CompressedCache] = ()) -> Report:
@@ -150,6 +153,7 @@ class Report:
                 layer.segments.saved_nbytes for layer in cache.compressed if layer.segments is not None
             ),
             method_notes=(*cache.notes, *results.notes),
+            blocks=tuple(cache.blocks),
         )
 
     def _total(self, name: str) -> int:
@@ -222,6 +226,7 @@ class Report:
             **totals,
             "details": self.details,
             **({"branches": list(self.branches)} if self.branches else {}),
+            "blocks": [vars(block) for block in self.blocks],
             "layers": [vars(layer) for layer in self.layers],
             "transformers": compat.VERSION,
         }
@@ -244,6 +249,12 @@ class Report:
         if self.kv_dtype is not None:
             table.add_row("stored as", f"{self.kv_dtype}, newest {self.residual_length} tokens in full precision")
         table.add_row("peak bytes", f"{self.peak_bytes:,}")
+        if len(self.blocks) > 1:
+            newest = self.blocks[-1]
+            table.add_row(
+                "blocks", f"{len(self.blocks)}; the newest ({newest.kind}) of {newest.tokens:,} tokens, decided over "
+                f"{newest.decided}, peak {newest.peak_bytes:,} bytes",
+            )  # fmt: skip
         if self.host_bytes:
             table.add_row("host bytes", f"{self.host_bytes:,}")
         table.add_row("prefill", f"{self.prefill_seconds * 1e3:,.0f} ms")

@@ -15,6 +15,7 @@ from foveakv.engines.transformers.attach import attachment_of, models_using
 from foveakv.engines.transformers.attachment import Attachment, lock
 from foveakv.engines.transformers.cache import CompressedCache
 from foveakv.engines.transformers.calls import SessionState
+from foveakv.engines.transformers.feed import feed
 from foveakv.engines.transformers.fingerprint import facts_of
 from foveakv.engines.transformers.options import ENGINE, CacheOptions
 from foveakv.engines.transformers.report import Report
@@ -111,8 +112,10 @@ class Session:
 
     @contextmanager
     def chunked_prefill(self, tokens: int) -> Iterator[None]:
-        """For hand-written loops that feed a prompt in chunks: it is compressed once `tokens` tokens have been read.
+        """For hand-written loops that read a prompt in chunks: it is compressed once `tokens` tokens have been read.
 
+        With the option `chunks="compress"`, every chunk is compressed when it has been read. tokens: the length of the
+        context once the prompt is complete; shares in a budget are of it.
         `generate(prefill_chunk_size=...)` needs no such block.
 
         Raises:
@@ -120,12 +123,34 @@ class Session:
         """
         if self._attached is None:
             raise CacheInUseError("chunked_prefill() works inside the session's `with` block only")
-        outer = self._state.prompt_total
+        outer = self._state.prompt_total, self._state.prompt_from
         try:
-            self._state.prompt_total = tokens
+            self._state.prompt_total, self._state.prompt_from = tokens, None
             yield
         finally:
-            self._state.prompt_total = outer
+            self._state.prompt_total, self._state.prompt_from = outer
+
+    def feed(self, **inputs: Any) -> Any:
+        """Read a block of the context without generating: the first one, or one after what `cache` has read.
+
+        The block is compressed as the method says (`Method.further`). Text that is fed belongs to no turn: `keep_text`
+        protects it once a turn (`generate`) follows.
+
+        Args:
+            inputs: as for `model(...)`: token ids of the block alone [B, q], pixels of its images, and with padding the
+                2-D mask of the block or of the whole context. Models with M-RoPE need `position_ids` for later blocks
+                with images.
+
+        Returns:
+            The model's output, with the logits of the last token.
+
+        Raises:
+            CacheInUseError: the session is not open, or its prompt is not complete.
+            InputError: the mask does not fit.
+            UnsupportedModeError: positions are needed.
+        """
+        with self.in_this_thread():
+            return feed(attachment_of(self.model), self._state, inputs)
 
     @property
     def caches(self) -> tuple[CompressedCache, ...]:
