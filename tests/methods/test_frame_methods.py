@@ -35,7 +35,9 @@ def view(
     keys, values = (torch.randn(1, HEADS, len(kinds), DIM, generator=random)[:, :, positions] for _ in range(2))
     request = PromptView(context, Geometry(1, [len(kinds)], LAYERS, HEADS, DIM, DIM, 4), tuple(range(LAYERS)), LAYERS)
     prompt = context.take(positions[None])
-    return PrefillView(layer, layer, keys, 1.0, request, None, keys, values, positions[None], prompt, None, stored=stored)
+    return PrefillView(
+        layer, layer, keys, 1.0, request, None, keys, values, positions[None], prompt, None, stored=stored
+    )
 
 
 def keep(name: str, seen: PrefillView, **options: Any) -> Tensor:
@@ -103,7 +105,8 @@ def test_infinipotv_equals_its_definition(size: int, layer: int, pool: int, squa
 
 def test_pooling_can_be_left_out_and_rows_can_be_given() -> None:
     assert torch.equal(
-        keep("infinipotv", view(stream(), layer=0), budget=50, pool=False), keep("infinipotv", view(stream()), budget=50)
+        keep("infinipotv", view(stream(), layer=0), budget=50, pool=False),
+        keep("infinipotv", view(stream()), budget=50),
     )
     narrow = keep("infinipotv", view(stream(), layer=0), budget=50, row_tokens=9)
     assert not torch.equal(narrow, keep("infinipotv", view(stream(), layer=0), budget=50))
