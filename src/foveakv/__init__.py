@@ -15,6 +15,9 @@ _HOME = {
     "CacheOptions": "foveakv.engines.transformers.options",
     "CompressedCache": "foveakv.engines.transformers.cache",
     "Report": "foveakv.engines.transformers.report",
+    "stream": "foveakv.streams",
+    "FrameStream": "foveakv.streams",
+    "StreamReport": "foveakv.streams",
     "load": "foveakv.models",
     "build_inputs": "foveakv.models",
     "read_images": "foveakv.models",
@@ -26,9 +29,11 @@ __all__ = [
     "CacheOptions",
     "CompressedCache",
     "FoveaKVError",
+    "FrameStream",
     "Method",
     "Report",
     "Session",
+    "StreamReport",
     "__version__",
     "build_inputs",
     "cache_for",
@@ -36,6 +41,7 @@ __all__ = [
     "load",
     "read_images",
     "sample_prompt",
+    "stream",
 ]
 
 if TYPE_CHECKING:
@@ -50,6 +56,7 @@ if TYPE_CHECKING:
     from foveakv.models.images import read_images
     from foveakv.models.inputs import build_inputs
     from foveakv.models.loading import load
+    from foveakv.streams import FrameStream, StreamReport, stream
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -178,7 +179,7 @@ def test_uniform_frames_of_a_stream_are_those_of_the_whole(count: int) -> None:
     numbers = sorted({(c - 4) // places for c in held if c >= 4})
     step = math.gcd(*numbers) if any(numbers) else 1
     assert numbers[0] == 0
-    assert {b - a for a, b in zip(numbers, numbers[1:], strict=False)} <= {step, 2 * step}
+    assert {b - a for a, b in itertools.pairwise(numbers)} <= {step, 2 * step}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,4 +1,4 @@
-"""The newest frames: a baseline for streams (as in SimpleStream, arXiv 2604.02317, which shows the last frames only)."""
+"""The newest frames, a baseline for streams; SimpleStream (arXiv 2604.02317) shows the last frames only."""
 
 from __future__ import annotations
 

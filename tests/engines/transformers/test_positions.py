@@ -19,7 +19,7 @@ GRIDS = [(8, 8), (4, 12), (12, 4)]
 
 def block(parts: list[Any]) -> dict[str, Any]:
     """Inputs of a block: an int is that many words, ("image", h, w) an image, ("video", t, h, w) steps of a video, and a
-    single string one of the special tokens."""
+    string one of the special tokens."""
     ids: list[int] = []
     types: list[int] = []
     grids: dict[str, list[list[int]]] = {"image": [], "video": []}

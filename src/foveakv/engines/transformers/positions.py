@@ -93,7 +93,7 @@ class Positions:
         types = inputs.get("mm_token_type_ids")
         if self.clock is None or types is None:
             return self.text(ids.shape[1]).to(ids.device)
-        clock = None if times is None else iter(times)
+        clock = None if times is None or self._apart else iter(times)
         grids = {1: _grids(inputs.get("image_grid_thw"), False), 2: _grids(inputs.get("video_grid_thw"), self._apart)}
         found = []
         for kind, run in itertools.groupby(types[0].tolist()):
@@ -104,9 +104,7 @@ class Positions:
                 continue
             grid = next(grids[kind], None)
             if grid is None or grid[0] * grid[1] * grid[2] != length * self._merge**2:
-                raise InputError(
-                    f"no grid fits a visual run of {length} tokens; pass the processor's outputs unchanged"
-                )
+                raise InputError(f"no grid fits a visual run of {length} tokens; pass what the processor returned")
             found.append(self._video(grid, clock) if kind == 2 and not self._apart else self._image(grid))
         if clock is not None and next(clock, None) is not None:
             raise InputError("there are more times than steps of videos in this block")
