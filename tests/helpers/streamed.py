@@ -1,4 +1,4 @@
-"""Streams over tiny models: blocks for every family, what was run, and the same passes with a plain cache and a mask."""
+"""Streams over tiny models: blocks for every family, and the same passes with a plain cache and a mask."""
 
 from __future__ import annotations
 

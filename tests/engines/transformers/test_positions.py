@@ -18,8 +18,8 @@ GRIDS = [(8, 8), (4, 12), (12, 4)]
 
 
 def block(parts: list[Any]) -> dict[str, Any]:
-    """Inputs of a block: an int is that many words, ("image", h, w) an image, ("video", t, h, w) steps of a video, and a
-    string one of the special tokens."""
+    """Inputs of a block: an int is that many words, ("image", h, w) an image, ("video", t, h, w) steps of a video, and
+    a string one of the special tokens."""
     ids: list[int] = []
     types: list[int] = []
     grids: dict[str, list[list[int]]] = {"image": [], "video": []}
