@@ -54,6 +54,13 @@ class ChunkWriter:
             self.file.close()
             raise self._error(error) from error
 
+    def skip(self, rows: int) -> None:
+        """Leave room for rows; what is in it is undefined. StoreError: as `write`."""
+        if self.file is None:
+            self.next += rows
+            return
+        self.write(torch.zeros(rows, self.shape[1], dtype=self.dtype))
+
     def finish(self) -> Tensor:
         """[rows, width]; from disk a mapping, read on demand, private to this process."""
         if self.file is None:

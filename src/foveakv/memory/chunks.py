@@ -5,7 +5,7 @@ of all stored heads, P chunks of the longest one; n rows, i.e. runs of the segme
 chosen chunks of the row that has most.
 
 A row's chosen chunks are copied into slots of the segments (`fetch`), or attention reads them in place (`pick`).
-Chunks never change and are never copied again. Beams and other reorderings only change which stored head a row reads.
+Chunks never change; further blocks add some. Beams and other reorderings only change which stored head a row reads.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ class ChunkStore:
         self.device = keys.device
         self.in_place = False
         self.reserved = False  # whether it is decided how many chunks each head reads
+        self.room: Tensor | None = None  # [n] chunks that fit into the memory of every row, where it may grow in place
         self.batch, self.kv_heads = keys.shape[:2]
         sequence, head = heads.cpu().nonzero(as_tuple=True)
         count = (real.sum(-1) // chunk).cpu()[sequence]  # [S]
@@ -129,6 +130,11 @@ class ChunkStore:
     def digests(self) -> Tensor:
         """[S, D or 2 D, P] as they are stored."""
         return self._digests.data
+
+    @property
+    def digest_dtype(self) -> DigestDtype:
+        """How digests are stored, as given."""
+        return self._digests.kind
 
     @property
     def digest_nbytes(self) -> int:
@@ -362,6 +368,7 @@ class ChunkStore:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ChunkStore:
         """Tables of its own over the same chunks, which never change."""
+        self.room = None  # neither store may grow in place any more
         copied = memo[id(self)] = copy.copy(self)
         with torch.inference_mode(False):
             for name in _ROWS:
@@ -383,6 +390,7 @@ class ChunkStore:
         self._describe()
 
     def _select_rows(self, row: Tensor) -> None:
+        self.room = None if self.room is None else self.room[row.cpu()]
         for name in _ROWS:
             setattr(self, name, getattr(self, name)[row])
 

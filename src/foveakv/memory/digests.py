@@ -74,6 +74,44 @@ class Digests:
             made.scale = None if self.scale is None else self.scale.index_select(0, heads)
         return made
 
+    def centre(self, exact: Tensor, heads: Tensor) -> Tensor:
+        """The vector that was subtracted from the digests of heads [n], from exact digests of some of their chunks.
+
+        exact: [n, D, p], of the first p chunks. Returns [n, D], 0 where nothing was subtracted; else off by the mean
+        rounding error of p digests, which is why p should not be small.
+        """
+        if self.kind == "model" and self.data.dtype.itemsize > 2:
+            return exact.new_zeros(exact.shape[:2])
+        stored = self.restored(heads)[..., : exact.shape[-1]]
+        return (exact - stored.to(exact.dtype)).mean(-1)
+
+    def restored(self, heads: Tensor) -> Tensor:
+        """Digests of heads [n] as numbers, without what was subtracted: [n, D, P], at least float32."""
+        data = self.data.index_select(0, heads)
+        data = _unpacked(data, self.length) if self.kind == "int4" else data
+        wide = data.to(torch.float64 if data.dtype == torch.float64 else torch.float32)
+        return wide if self.scale is None else wide * self.scale.index_select(0, heads)[..., None]
+
+    @classmethod
+    def of_spread(cls, spread: Tensor, kind: DigestDtype, dtype: torch.dtype) -> Digests:
+        """Store digests [S, D, P] from which a vector per head has been subtracted; entries beyond a head's are 0.
+
+        What was stored with a scale that still suffices stays bit for bit the same.
+        """
+        made = object.__new__(cls)
+        made.kind, made.length, made.scale = kind, spread.shape[1], None
+        with torch.inference_mode(False), torch.no_grad():
+            if kind in ("model", "bf16"):
+                made.data = spread.to(torch.bfloat16 if kind == "bf16" else dtype)
+                return made
+            levels = _LEVELS[kind]
+            high = spread.abs().amax(-1) if spread.shape[-1] else spread.sum(-1)
+            scale = torch.where(high > 0, high / levels, 1)
+            whole = (spread / scale[..., None]).round_().clamp_(-levels, levels).to(torch.int8)
+            made.data = _packed(whole) if kind == "int4" else whole
+            made.scale = scale.to(torch.float32)
+        return made
+
     def scores(self, query: Tensor, heads: Tensor | None = None) -> Tensor:
         """query [n, r, D] . digest of every chunk, up to a constant per query: [n, r, P], at least float32.
 

@@ -21,11 +21,12 @@ from foveakv.engines.transformers.decision_checks import (
     check_prefill,
     returned,
 )
-from foveakv.engines.transformers.decisions import check_finite
+from foveakv.engines.transformers.decisions import check_finite, offload_further, reserve
 from foveakv.engines.transformers.masks import Mask
 from foveakv.kernels import fused_columns
+from foveakv.memory.chunk_growth import withdraw
 from foveakv.memory.segments import Segments
-from foveakv.methods.views import Decision, PrefillView, PromptView
+from foveakv.methods.views import Decision, Offload, PrefillView, PromptView
 
 Kind = Literal["turn", "chunk", "feed"]
 Mode = Literal["context", "block", "keep"]
@@ -56,6 +57,7 @@ class Block:
         request: what the method sees of it; None with mode "keep".
         protected: bool [B, context columns], tokens of earlier blocks that stay; None: there are none.
         columns: for every layer that has decided, the columns of its view: int64 [B, C], -1 before the first.
+        chunks: for every layer that has decided, the offloaded chunks that its heads read before, int64 [B, H].
         evicted: slots evicted by it, over all layers.
     """
 
@@ -66,6 +68,7 @@ class Block:
     request: PromptView | None = None
     protected: Tensor | None = None
     columns: list[Tensor] = field(default_factory=list)
+    chunks: list[Tensor | None] = field(default_factory=list)
     evicted: int = 0
 
     @property
@@ -164,6 +167,7 @@ def end_layer(layer: Any, query: Tensor, mask: Mask | None, scaling: float) -> N
     """Let the method decide about one layer after its attention to the block, query [B, Hq, q, D]; carry it out."""
     cache, segments = layer.cache, layer.segments
     block: Block = cache.block
+    block.chunks.append(None if layer.store is None else withdraw(layer.store, segments))
     union = Union.of(segments, block)
     prompt = block.context.take(union.columns.clamp_min(0), union.columns >= 0)
     keys, values = (union.gather(padded) for padded in segments.gather())
@@ -182,10 +186,12 @@ def end_layer(layer: Any, query: Tensor, mask: Mask | None, scaling: float) -> N
     )  # fmt: skip
     if cache.method.observes.queries != "none" and layer is cache.compressed[-1]:
         check_finite(view)
-    cache.note_peak(keys.nbytes + values.nbytes)
     decision = returned(cache.method, "prefill", cache.method.prefill(view))
+    made = (decision.keep, decision.keys, decision.values, *(each.values for each in decision.fields.values()))
+    work = (keys, values, *vars(union).values(), *view.fields.values(), candidates, view.positions, *made)
+    cache.note_peak(sum(each.nbytes for each in work if each is not None))
     check_prefill(cache.method.name, decision, view)
-    check_further(cache.method.name, decision)
+    check_further(cache.method.name, decision, segments.batch, segments.heads)
     kept = []
     if decision.earlier is not None:
         done = cache.compressed[: layer.compressed_idx]
@@ -197,19 +203,46 @@ def end_layer(layer: Any, query: Tensor, mask: Mask | None, scaling: float) -> N
     _replace(segments, union, view, decision)
     for name, each in decision.fields.items():
         _set_field(segments, union, name, each)
+    if decision.offload is not None:
+        _offload(layer, block, decision.offload, keys, values, candidates, view.positions)
     _keep(layer, block, decision.keep if decision.keep is None else decision.keep & candidates)
     segments.in_token_order()
-    cache.note_peak(sum(made.nbytes for made in (decision.keys, decision.values) if made is not None))
+    if layer.store is not None and decision.chunks is not None:
+        reserve(segments, layer.store, decision.chunks, cache.storage)
     cache.end_layer(layer)
 
 
 def settle(layer: Any, block: Block, decision: Decision) -> None:
     """Carry out one layer's decision from `after_prefill`; its masks are over the columns of the layer's view."""
-    method, columns = layer.cache.method.name, block.columns[layer.compressed_idx]
-    check_further(method, decision)
-    check_keep(method, decision.keep, (len(columns), layer.segments.heads, columns.shape[1]))
-    check_complete(method, decision, layer.store)
+    method, columns, segments = layer.cache.method.name, block.columns[layer.compressed_idx], layer.segments
+    check_further(method, decision, segments.batch, segments.heads)
+    check_keep(method, decision.keep, (segments.batch, segments.heads, columns.shape[1]))
+    if decision.offload is not None:
+        positions = segments.positions()
+        stored = positions >= (block.start if block.mode == "block" else 0)
+        if block.protected is not None:
+            stored &= ~block.protected.gather(1, positions.clamp_min(0).flatten(1)).view_as(positions)
+        keys, values = segments.gather()
+        _offload(layer, block, decision.offload, keys, values, stored, positions)
     _keep(layer, block, decision.keep)
+    former = block.chunks[layer.compressed_idx]
+    if layer.store is None:
+        check_complete(method, decision, layer.store)
+    elif decision.chunks is not None or not layer.store.reserved:
+        chunks = decision.chunks if decision.chunks is not None else former
+        if chunks is None:
+            check_complete(method, decision, layer.store)
+        reserve(segments, layer.store, chunks, layer.cache.storage)
+
+
+def _offload(
+    layer: Any, block: Block, offload: Offload, keys: Tensor, values: Tensor, stored: Tensor, positions: Tensor
+) -> None:
+    """Move complete chunks of what heads store, bool [B, H, C], to the layer's store; `keep` evicts their slots."""
+    name = layer.cache.method.name
+    layer.store, moved = offload_further(layer.store, offload, keys, values, stored, positions, name)
+    layer.counts.evicted -= moved  # `keep` counts them
+    block.evicted -= moved
 
 
 def _protected(block: Block, columns: Tensor) -> Tensor:

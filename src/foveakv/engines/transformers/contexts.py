@@ -145,8 +145,6 @@ def _mode(cache: Any) -> Mode:
     """What this cache does with a further block."""
     if cache.preallocated is not None or cache.options.turns == "store":
         return "keep"
-    if any(layer.store is not None for layer in cache.compressed):
-        return "keep"
     further: Mode = cache.method.further
     return further
 

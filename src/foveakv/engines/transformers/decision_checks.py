@@ -128,12 +128,11 @@ def check_stream_layer(method: Method, compressed_idx: int) -> None:
         )
 
 
-def check_further(method: str, decision: Decision) -> None:
-    """Raise `MethodError` where a decision about a further block asks for what only a first prompt can have."""
+def check_further(method: str, decision: Decision, batch: int, heads: int) -> None:
+    """Raise `MethodError` where a decision about a further block asks for what it cannot have, or does not fit."""
     if decision.stream is not None:
         raise MethodError(f"{method}: the residual stream of a further block cannot be pruned; leave `stream` out")
-    if decision.offload is not None or decision.chunks is not None:
-        raise MethodError(f"{method}: chunks of a further block cannot be offloaded; leave `offload` and `chunks` out")
+    _check_offload(method, decision, batch, heads)
 
 
 def check_settled(

@@ -20,6 +20,7 @@ from foveakv.engines.transformers.decision_checks import (
 )
 from foveakv.errors import MethodError, UnsupportedModeError
 from foveakv.kernels.paged import reads_pages
+from foveakv.memory.chunk_growth import extend
 from foveakv.memory.chunks import ChunkStore
 from foveakv.memory.segments import Segments
 from foveakv.methods.views import Decision, Offload, PrefillView
@@ -145,6 +146,48 @@ def _offloaded(offload: Offload, keys: Tensor, values: Tensor, real: Tensor, pos
         keys, values, real, positions, offload.heads.to(keys.device), chunk=offload.chunk, place=offload.place,
         directory=offload.directory, digest_dtype=offload.digest_dtype, summary=offload.summary,
     )  # fmt: skip
+
+
+def offload_further(
+    store: ChunkStore | None, offload: Offload, keys: Tensor, values: Tensor, stored: Tensor, positions: Tensor,
+    method: str,
+) -> tuple[ChunkStore, int]:  # fmt: skip
+    """Move the complete chunks of what some heads store to a store, which may have chunks of earlier blocks.
+
+    Args:
+        store: withdrawn, see `memory.chunk_growth`; None: there is none yet.
+        offload: the decision.
+        keys, values: [B, H, C, D] and [B, H, C, Dv].
+        stored: bool [B, H, C].
+        positions: int64 [B, C] or [B, H, C].
+        method: name of the method, for messages.
+
+    Returns:
+        The store, and the number of slots that were moved.
+
+    Raises:
+        MethodError: the store has chunks of another kind.
+        StoreError: chunks cannot be written to disk.
+    """
+    heads = offload.heads.to(keys.device)
+    if store is None:
+        store = ChunkStore(
+            keys[:, :, :0], values[:, :, :0], stored[:, 0, :0], positions[..., 0, :0].view(len(keys), 0),
+            torch.zeros_like(heads), chunk=offload.chunk, place=offload.place, directory=offload.directory,
+            digest_dtype=offload.digest_dtype, summary=offload.summary,
+        )  # fmt: skip
+    for what, former, given in (
+        ("chunk", store.chunk, offload.chunk),
+        ("place", store.place, offload.place),
+        ("summary", store.summary, offload.summary),
+        ("digest_dtype", store.digest_dtype, offload.digest_dtype),
+    ):
+        if former != given:
+            raise MethodError(
+                f"{method}: the chunks of earlier blocks have {what} {former!r}, so those of a further block cannot "
+                f"have {given!r}; keep what the first block was given"
+            )
+    return store, extend(store, keys, values, stored, positions, heads, offload.directory)
 
 
 def check_finite(view: PrefillView) -> None:
