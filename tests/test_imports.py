@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ORDER = ("core", "memory", "kernels", "methods", "engines", "models", "evaluation", "analysis", "serving", "cli")
+ORDER = (
+    "core", "memory", "kernels", "methods", "engines", "models", "streams", "evaluation", "analysis", "serving", "cli",
+)  # fmt: skip
 """A room may import itself and those before it. `errors` and `util` may be imported by all."""
 BELOW_ALL = ("errors", "util")
 METHODS = ("core", "errors", "util", "methods")

@@ -16,6 +16,9 @@ _HOME = {
     "CompressedCache": "foveakv.engines.transformers.cache",
     "Report": "foveakv.engines.transformers.report",
     "Pool": "foveakv.memory.pool",
+    "stream": "foveakv.streams",
+    "FrameStream": "foveakv.streams",
+    "StreamReport": "foveakv.streams",
     "load": "foveakv.models",
     "build_inputs": "foveakv.models",
     "read_images": "foveakv.models",
@@ -27,10 +30,12 @@ __all__ = [
     "CacheOptions",
     "CompressedCache",
     "FoveaKVError",
+    "FrameStream",
     "Method",
     "Pool",
     "Report",
     "Session",
+    "StreamReport",
     "__version__",
     "build_inputs",
     "cache_for",
@@ -38,6 +43,7 @@ __all__ = [
     "load",
     "read_images",
     "sample_prompt",
+    "stream",
 ]
 
 if TYPE_CHECKING:
@@ -53,6 +59,7 @@ if TYPE_CHECKING:
     from foveakv.models.images import read_images
     from foveakv.models.inputs import build_inputs
     from foveakv.models.loading import load
+    from foveakv.streams import FrameStream, StreamReport, stream
 
 
 def __getattr__(name: str) -> Any:

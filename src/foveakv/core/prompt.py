@@ -108,6 +108,22 @@ class PromptMap:
         """Whether any sequence has visual tokens."""
         return bool(self.visual.any())
 
+    @cached_property
+    def place(self) -> Tensor:
+        """Index of a visual column among those of its image or video, -1 elsewhere: int32 [B, C].
+
+        The pieces of an image that markers separate are counted on.
+        """
+        found = torch.full_like(self.index, -1)
+        for b in range(self.batch):
+            columns = torch.nonzero(self.visual[b]).flatten()
+            key = self.index[b, columns].long() * 4 + self.kinds[b, columns]
+            count = torch.arange(len(columns), device=columns.device)
+            first = torch.cat([key.new_ones(1, dtype=torch.bool), key[1:] != key[:-1]]) if len(key) else key.bool()
+            start = torch.where(first, count, 0).cummax(0).values if len(key) else count
+            found[b, columns] = (count - start).to(torch.int32)
+        return found
+
     def spans(self, b: int) -> list[Span]:
         """Return the contiguous visual runs of sequence `b`, from left to right.
 

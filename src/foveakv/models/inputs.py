@@ -49,14 +49,18 @@ def build_inputs(
     return process(processor, _render(processor, pieces), given, model)
 
 
-def process(processor: Any, text: str, images: Sequence[Any], model: Any = None) -> dict[str, Any]:
+def process(
+    processor: Any, text: str, images: Sequence[Any], model: Any = None, *, begins: bool = True
+) -> dict[str, Any]:
     """Run the processor on a complete prompt text, in which the model's image token marks the place of each image.
+
+    begins: False for a later part of a context, which gets no special tokens at its start.
 
     Returns and errors: see `build_inputs`.
     """
     options: dict[str, Any] = {"text": text, "return_tensors": "pt"}
     bos = getattr(getattr(processor, "tokenizer", processor), "bos_token", None)
-    if bos and text.startswith(bos):
+    if not begins or (bos and text.startswith(bos)):
         options["add_special_tokens"] = False  # the template wrote it already
     if images:
         options["images"] = list(images)
