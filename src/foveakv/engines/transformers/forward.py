@@ -18,6 +18,8 @@ from foveakv.engines.transformers import compat, drafts, second_pass, token_prun
 from foveakv.engines.transformers.attachment import Attachment, Original
 from foveakv.engines.transformers.cache import CompressedCache
 from foveakv.engines.transformers.calls import Call, SessionState, new_cache
+from foveakv.engines.transformers.joined import JoinedCache
+from foveakv.engines.transformers.joined_forward import run_joined
 from foveakv.engines.transformers.masks import check_prepared
 from foveakv.engines.transformers.preallocated import padding_mask
 from foveakv.engines.transformers.second_pass import FirstPass
@@ -46,6 +48,8 @@ def _run(original: Original, kwargs: dict[str, Any]) -> Any:
     """One forward pass with named arguments."""
     attached = original.attachment
     cache = _take_cache(kwargs)
+    if isinstance(cache, JoinedCache):
+        return run_joined(original, cache, kwargs)
     call = attached.call
     if call is not None and call.running is not None and not call.generating:
         call = None  # a pass inside of a pass
@@ -188,6 +192,7 @@ def _begin(attached: Attachment, call: Call, cache: CompressedCache, kwargs: dic
     _check_mask(cache, kwargs.get("attention_mask"), new, total)
     prompt = None if cache.prefilled else _prompt(model, kwargs)
     mask = kwargs.get("attention_mask") if cache.preallocated is not None else None
+    cache.placed.note(kwargs, cache.seen, new, cache.prompt_columns if cache.prefilled else None)
     known = kwargs.get("input_ids") is not None or kwargs.get("mm_token_type_ids") is not None
     cache.begin_forward(new, prompt, total, model.dtype.itemsize, batch=len(ids), mask=mask, kinds_known=known)
 
