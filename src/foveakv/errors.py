@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class FoveaKVError(Exception):
     """Base class of all exceptions that FoveaKV raises."""
@@ -53,3 +55,15 @@ class MissingDependencyError(FoveaKVError, ImportError):
 
 class ModelLoadError(FoveaKVError, RuntimeError):
     """A model cannot be found, verified, assembled or loaded."""
+
+
+class MembersFailedError(FoveaKVError, RuntimeError):
+    """Some caches of a joined decode step have failed; the step is complete for the others.
+
+    output: the model's output, whose rows of the failed members mean nothing. errors: member number -> its exception.
+    """
+
+    def __init__(self, message: str, output: Any, errors: dict[int, Exception]) -> None:
+        super().__init__(message)
+        self.output = output
+        self.errors = errors

@@ -22,6 +22,7 @@ from foveakv.engines.transformers import compat, contexts, forks
 from foveakv.engines.transformers.blocks import Block, BlockReport, Reads
 from foveakv.engines.transformers.decision_checks import check_stream_layer, decisions_of_layers
 from foveakv.engines.transformers.decisions import Storage
+from foveakv.engines.transformers.joined_positions import Placed
 from foveakv.engines.transformers.layer import CompressedLayer
 from foveakv.engines.transformers.options import CacheOptions
 from foveakv.engines.transformers.preallocated import PreallocatedLayer, StepState, preallocate
@@ -101,6 +102,7 @@ class CompressedCache(compat.Cache):
         self.stream: Stream | None = None  # tokens kept in the residual stream during the prefill
         self.trace: list[dict[int, Tensor]] | None = [] if self.trace_wanted else None
         self.model_state: list[Any] = []  # M-RoPE offsets that some models store on themselves between calls
+        self.placed = Placed()  # where the next token is, for joined decode steps
         self.kinds_known = True  # False: the inputs are embeddings without mm_token_type_ids
         self.forward_tokens: int | None = None
         self.last_chunk = True
@@ -169,6 +171,7 @@ class CompressedCache(compat.Cache):
             self._select(torch.arange(self.prompt.batch).repeat_interleave(repeats))
 
     def _select(self, index: Tensor) -> None:
+        self.placed.select(index)
         if self.prompt is not None:
             index = index.to(self.prompt.kinds.device)
             self.prompt = self.prompt.select(index)

@@ -19,6 +19,8 @@ from foveakv.engines.transformers.attachment import Attachment, Original
 from foveakv.engines.transformers.blocks import Reads
 from foveakv.engines.transformers.cache import CompressedCache
 from foveakv.engines.transformers.calls import Call, SessionState, new_cache
+from foveakv.engines.transformers.joined import JoinedCache
+from foveakv.engines.transformers.joined_forward import run_joined
 from foveakv.engines.transformers.masks import check_prepared
 from foveakv.engines.transformers.preallocated import padding_mask
 from foveakv.engines.transformers.second_pass import FirstPass
@@ -47,6 +49,8 @@ def _run(original: Original, kwargs: dict[str, Any]) -> Any:
     """One forward pass with named arguments."""
     attached = original.attachment
     cache = _take_cache(kwargs)
+    if isinstance(cache, JoinedCache):
+        return run_joined(original, cache, kwargs)
     call = attached.call
     if call is not None and call.running is not None and not call.generating:
         call = None  # a pass inside of a pass
@@ -191,6 +195,7 @@ def _begin(attached: Attachment, call: Call, cache: CompressedCache, kwargs: dic
     if block is not None and not call.generating and block.total is not None and (session := attached.session()):
         session.prompt_from = block.began
     prompt = None if cache.prefilled and block is None else prompt_map(model, kwargs)
+    cache.placed.note(kwargs, cache.seen, new, cache.prompt_columns if cache.prefilled else None)
     known = kwargs.get("input_ids") is not None or kwargs.get("mm_token_type_ids") is not None
     cache.begin_forward(
         new, prompt, total, model.dtype.itemsize, batch=len(ids), mask=kwargs.get("attention_mask"), kinds_known=known,
