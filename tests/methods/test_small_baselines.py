@@ -97,7 +97,9 @@ def test_repetition_scores_by_hand() -> None:
 @pytest.mark.parametrize("allocation", ["global", "layer", "head"])
 def test_kvzip_spends_its_budget_where_it_may(allocation: str) -> None:
     model, inputs = matrix.model("llava", torch.float64), families.prompt("llava", dtype=torch.float64)
-    run = matrix.compressed(model, foveakv.methods.get("kvzip", budget=0.3, allocation=allocation), inputs, max_new_tokens=1)
+    run = matrix.compressed(
+        model, foveakv.methods.get("kvzip", budget=0.3, allocation=allocation), inputs, max_new_tokens=1
+    )
     columns = inputs["input_ids"].shape[1]
     counts = torch.stack([(run.cache.kept(layer)[0] >= 0).sum(-1) for layer in range(len(run.cache.layers))])
     each = int(columns * 0.3)
