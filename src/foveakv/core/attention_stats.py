@@ -1,10 +1,12 @@
 """Attention statistics of selected query rows, without a C x C tensor.
 
 Shapes: B sequences, H KV heads, G query heads per KV head, Hq = H * G, C columns, D head dim, n query rows.
-`query` [B, Hq, C, D] and `keys` [B, H, C, D] are the dense tensors of one layer's prefill, after RoPE; query head i
-reads KV head i // G. `rows` int64 [B, n] are the columns of the query rows, `valid` bool [B, n] says which of them
-count. `visible(rows)` returns bool [B, 1, n, C], True where a row may attend to a column; None is plain causal
-attention (column j is visible to row i iff j <= i). Rows that are not valid, or that see no column, are ignored.
+`query` [B, Hq, q, D] and `keys` [B, H, C, D] are the dense tensors of one layer's prefill, after RoPE; query head i
+reads KV head i // G. `query` has the rows of the last q <= C columns. `rows` int64 [B, n] are the columns of the query
+rows, `valid` bool [B, n] says which of them count; those before the last q columns never do. `visible(rows)` returns
+bool [B, 1 or H, n, C], True where a row may attend to a column; None is plain causal attention (column j is visible to
+row i iff j <= i). Rows that are not valid, or that see no column, are ignored; a row that sees columns in some heads
+only counts, and gives nothing in the others.
 
 Work is split into tiles of rows and heads whose probabilities take at most `tile_bytes`, over the columns that the rows
 of the tile can see. Results are float32, or float64 for float64 inputs; lower precisions are converted tile by tile.
@@ -126,7 +128,7 @@ def window_scores(
         [B, H, C].
     """
     if real is None:
-        real = torch.ones(query.shape[0], query.shape[2], dtype=torch.bool, device=query.device)
+        real = torch.ones(keys.shape[0], keys.shape[2], dtype=torch.bool, device=query.device)
     rows, valid = last_rows(real, window)
     job = TiledRows.of(query, keys, rows, valid, scaling, visible, tile_bytes)
     sums = _fused_sums(job, fused)
@@ -246,7 +248,8 @@ def sparsity(
     job = TiledRows.of(query, keys, rows, valid, scaling, visible, tile_bytes)
     large, seen = torch.zeros(2, job.batch, job.columns, dtype=torch.float64, device=keys.device)
     for tile in job.tiles():
-        seen[:, tile.columns] += (tile.seen & tile.counted[..., None]).sum(1) * (job.heads * job.group)
+        pairs = (tile.seen & tile.counted[:, None, :, None]).sum((1, 2))
+        seen[:, tile.columns] += pairs * (job.heads // tile.seen.shape[1] * job.group)
         for b, _, probs in tile.parts():
             large[b, tile.columns] += (probs > threshold).sum((1, 2, 3))  # masked pairs are 0, never above it
     sets = torch.stack([c.to(torch.float64) for c in columns])
@@ -270,7 +273,9 @@ def last_rows(real: Tensor, window: int) -> tuple[Tensor, Tensor]:
     return last.clamp_min(0), last >= 0
 
 
-def text_rows(prompt: PromptMap, after_first_visual: bool = True, max_rows: int | None = 64) -> tuple[Tensor, Tensor]:
+def text_rows(
+    prompt: PromptMap, after_first_visual: bool = True, max_rows: int | None = 64, start: int = 0
+) -> tuple[Tensor, Tensor]:
     """Select the text rows used for scoring: rows int64 [B, n], ascending, valid bool [B, n].
 
     Args:
@@ -278,6 +283,7 @@ def text_rows(prompt: PromptMap, after_first_visual: bool = True, max_rows: int 
         after_first_visual: use only text that can see visual tokens; a sequence without such text uses all its text.
             Not stated in the papers; an early row sees few columns, which would inflate HybridKV's Eq. 3.
         max_rows: the most rows, of which a quarter are the last ones and the others evenly spaced; None = all.
+        start: first column of the newest block; earlier text does not count.
 
     Raises:
         InputError: `max_rows` is below 1.
@@ -285,8 +291,10 @@ def text_rows(prompt: PromptMap, after_first_visual: bool = True, max_rows: int 
     if max_rows is not None and max_rows < 1:
         raise InputError(f"max_rows must be at least 1 or None, got {max_rows}")
     text = prompt.text
+    columns = torch.arange(prompt.columns, device=text.device)
+    if start:
+        text = text & (columns >= start)
     if after_first_visual:
-        columns = torch.arange(prompt.columns, device=text.device)
         after = text & (columns > prompt.first_visual[:, None])
         text = torch.where(after.any(1, keepdim=True), after, text)
     picked = [_spread(row.nonzero().flatten(), max_rows) for row in text]
@@ -298,17 +306,20 @@ def text_rows(prompt: PromptMap, after_first_visual: bool = True, max_rows: int 
     return rows, valid
 
 
-def seeing_rows(rows: Tensor, valid: Tensor, columns: int, visible: Visible | None) -> Tensor:
-    """Count the rows that can see each column: int64 [B, C].
+def seeing_rows(rows: Tensor, valid: Tensor, columns: int, visible: Visible | None, first_row: int = 0) -> Tensor:
+    """Count the rows that can see each column, in any head: int64 [B, C].
 
-    rows, valid: int64 and bool [B, n], the rows and which of them count. columns: C. visible: see the
-    module; masks of at most 256 rows are held at once.
+    rows, valid: int64 and bool [B, n], the rows and which of them count. columns: C. visible: see the module; masks of
+    at most 256 rows are held at once. first_row: C - q; earlier rows do not count.
     """
+    if first_row:
+        valid = valid & (rows >= first_row)
+        rows = rows.clamp_min(min(first_row, columns - 1))
     counts = torch.zeros(rows.shape[0], columns, dtype=torch.int64, device=rows.device)
     if visible is None:  # row i sees column j iff j <= i
         return counts.scatter_add_(1, rows, valid.long()).flip(1).cumsum(1).flip(1)
     for block, counted in zip(rows.split(_MASKED_ROWS, 1), valid.split(_MASKED_ROWS, 1), strict=True):
-        counts += (visible(block)[:, 0] & counted[..., None]).sum(1)
+        counts += (visible(block).any(1) & counted[..., None]).sum(1)
     return counts
 
 
@@ -337,16 +348,16 @@ def _counted_rows(job: TiledRows) -> Tensor:
         return job.valid.sum(1)
     counts = torch.zeros(job.batch, dtype=torch.int64, device=job.keys.device)
     for rows, valid in zip(job.rows.split(_MASKED_ROWS, 1), job.valid.split(_MASKED_ROWS, 1), strict=True):
-        counts += (valid & job.visible(rows)[:, 0].any(-1)).sum(1)
+        counts += (valid & job.visible(rows).any(-1).any(1)).sum(1)
     return counts
 
 
 def _fused_sums(job: TiledRows, fused: Fused | WholeColumns | None) -> Tensor | None:
-    """Compute `_column_sums` with the engine's sums; None if there are none for this dtype."""
-    if job.dtype != torch.float32:
+    """Compute `_column_sums` with the engine's sums; None if there are none for this dtype or mask."""
+    if job.dtype != torch.float32 or not job.query.shape[2]:
         return None
     if isinstance(fused, WholeColumns):
-        return fused.column_sums(job)
+        return None if job.masks_heads else fused.column_sums(job)
     return fused_column_sums(job, fused) if isinstance(fused, Fused) else None
 
 

@@ -22,8 +22,8 @@ def from_end(real: Tensor) -> Tensor:
 
 
 def newest(real: Tensor, counts: Tensor) -> Tensor:
-    """Mark the last counts[b] real columns of each sequence: real bool [B, C], counts int64 [B] -> bool [B, C]."""
-    return real & (from_end(real) <= counts[:, None])
+    """Mark the last counts[b] real columns of each sequence or head, counts int64 [B]: bool [B, ..., C], as `real`."""
+    return real & (from_end(real) <= counts.view(-1, *[1] * (real.dim() - 1)))
 
 
 def held_share(positions: Iterable[Tensor], columns: int) -> tuple[Tensor, int]:

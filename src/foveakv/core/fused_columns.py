@@ -34,20 +34,21 @@ _ROWS = 128  # of a tile at most: a tile spans the columns up to its last row, s
 
 
 class _Part(NamedTuple):
-    """Rows and what they see: stop int64 [B, m], the columns from 0 on that hold all that a row sees, 0 = none.
+    """Rows and what they see: stop int64 [B, K, m], the columns from 0 on that hold all that a row sees, 0 = none.
 
-    seen: for every sequence bool [m, C], or None where each row sees all columns below its stop.
+    K is H if heads have masks of their own, else 1. seen: for every sequence and mask bool [m, C], or None where each
+    row sees all columns below its stop.
     """
 
     rows: slice
     stop: Tensor
-    seen: list[Tensor | None]
+    seen: list[list[Tensor | None]]
 
 
 def fused_column_sums(job: TiledRows, fused: Fused) -> Tensor:
     """Compute the attention that each column receives, summed over rows and query group: float32 [B, H, C].
 
-    Equal to the sums over `job.tiles()` up to rounding. Masks are read once for all heads, and keys of 16 bits are
+    Equal to the sums over `job.tiles()` up to rounding. A mask of all heads is read once, and keys of 16 bits are
     converted once for all tiles of a part.
     """
     # A long prompt has thousands of tiles to add: in float64, so that rounding does not grow with them.
@@ -61,19 +62,21 @@ def fused_column_sums(job: TiledRows, fused: Fused) -> Tensor:
     straight = (job.rows.diff(dim=1) == 1).all(1).tolist()
     buffer = job.zeros(together * step * job.group * job.columns)
     for part in _parts(job, step):
+        own = part.stop.shape[1] > 1
         for b in range(job.batch):
-            stops = part.stop[b : b + 1].split(step, 1)
-            widths = [int(width) for width in torch.stack([stop.amax() for stop in stops]).tolist()]
-            for h in range(0, job.heads, together):
-                heads = slice(h, min(h + together, job.heads))
+            stops = part.stop[b].split(step, 1)  # [K, t] each
+            widths = torch.stack([stop.amax(1) for stop in stops]).tolist()
+            for h in range(0, job.heads, 1 if own else together):
+                heads, k = slice(h, h + 1 if own else min(h + together, job.heads)), h if own else 0
                 keys = job.keys[b, heads].to(job.dtype)
                 queries = job.query[b].unflatten(0, (job.heads, job.group))[heads]  # [h, G, C, D]
-                for tile, width in enumerate(widths):
+                for tile, each in enumerate(widths):
+                    width = int(each[k])
                     if width == 0:
                         continue
-                    stop, mask, begin = stops[tile].contiguous(), part.seen[b], tile * step
+                    stop, mask, begin = stops[tile][k : k + 1].contiguous(), part.seen[b][k], tile * step
                     seen = None if mask is None else mask[None, begin : begin + stop.shape[1], :width]
-                    rows = job.rows[b, part.rows.start + begin :][: stop.shape[1]]
+                    rows = job.rows[b, part.rows.start + begin :][: stop.shape[1]] - job.first_row
                     query = queries.narrow(2, int(rows[0]), len(rows)) if straight[b] else queries.index_select(2, rows)
                     query = (query.to(job.dtype) * job.scaling).flatten(1, 2)  # [h, G * t, D]
                     scores = buffer[: query.shape[0] * query.shape[1] * width].view(*query.shape[:2], width)
@@ -88,15 +91,17 @@ def _parts(job: TiledRows, step: int) -> Iterator[_Part]:
     """Yield all rows, in parts of whole tiles of `step` rows whose mask takes about a tile's bytes."""
     n = job.rows.shape[1]
     if job.visible is None:
-        yield _Part(slice(0, n), torch.where(job.valid, job.rows + 1, 0), [None] * job.batch)
+        yield _Part(slice(0, n), torch.where(job.valid, job.rows + 1, 0)[:, None], [[None]] * job.batch)
         return
     size = max(1, job.tile_bytes // (job.batch * job.columns * step)) * step
     for start in range(0, n, size):
         rows = slice(start, min(start + size, n))
-        seen = job.visible(job.rows[:, rows])[:, 0].expand(job.batch, -1, job.columns)
+        seen = job.visible(job.rows[:, rows]).expand(job.batch, -1, -1, job.columns)
         count = seen.sum(-1)
         # The last column that a row sees; a mask may show columns after the row.
         last = job.columns - seen.flip(-1).view(torch.uint8).argmax(-1)
-        stop = torch.where(job.valid[:, rows] & (count > 0), last, 0)
-        whole = ((stop == 0) | (stop == count)).all(1).tolist()
-        yield _Part(rows, stop, [None if whole[b] else seen[b] for b in range(job.batch)])
+        stop = torch.where(job.valid[:, None, rows] & (count > 0), last, 0)
+        whole = ((stop == 0) | (stop == count)).all(-1).tolist()
+        heads = range(seen.shape[1])
+        masks = [[None if whole[b][k] else seen[b, k] for k in heads] for b in range(job.batch)]
+        yield _Part(rows, stop, masks)

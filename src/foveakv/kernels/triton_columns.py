@@ -55,7 +55,7 @@ def _add(job: TiledRows, keys: Tensor, rows: Tensor, stop: Tensor, mask: Tensor 
     """sums += the sums of these rows [B, n], which see columns below `stop` [B, n] that the mask [B, n, C] shows."""
     kernels = importlib.import_module("foveakv.kernels.triton_column_kernels")
     query, tokens = job.query, rows.shape[1]
-    rows, stop = rows.contiguous(), stop.contiguous()
+    rows, stop = (rows - job.first_row).contiguous(), stop.contiguous()
     # Operands of different types meet in float32; the interpreter has no arithmetic in bfloat16.
     upcast = query.dtype != keys.dtype or (kernels.INTERPRETED and query.dtype == torch.bfloat16)
     block_d = max(16, power(query.shape[-1]))

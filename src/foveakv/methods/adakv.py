@@ -41,9 +41,9 @@ class AdaKV(SnapKV):
         """Keep the window, each head's own best slots up to its floor, and the best slots of the layer."""
         size = view.budget_tokens(self.budget)
         window, score = self.window_and_scores(view, size)
-        score = score.masked_fill((window | ~view.prompt.real)[:, None], -torch.inf)
-        each = size - window.sum(-1)
-        own = keep_top(score, (each * self.floor).long()[:, None])
+        score = score.masked_fill(window | ~view.candidates, -torch.inf)
+        each = (size[:, None] - window.sum(-1)).expand(-1, score.shape[1])
+        own = keep_top(score, (each * self.floor).long())
         rest = score.masked_fill(own, torch.inf)  # selected in any case
-        best = keep_top(rest.flatten(1), each * score.shape[1]).view_as(score)
-        return Decision(keep=best | window[:, None])
+        best = keep_top(rest.flatten(1), each.sum(-1)).view_as(score)
+        return Decision(keep=best | window)

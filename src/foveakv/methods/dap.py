@@ -121,14 +121,17 @@ def text_stats(view: PrefillView, rows: str, *, value_norm: bool = False) -> Tex
         rows: "sum" (Eq. 1), or "mean": over the text rows that can see the column, so that with several images the
             early ones, which more rows can see, have no advantage. The variance is then over these rows too.
         value_norm: multiply the sums by the norm of the column's value, averaged over heads.
+
+    In a further block, only its own text rows count.
     """
     # Text before the first image cannot attend to it, so all text rows give the same sums as the rows after it.
-    index, valid = scores.text_rows(view.prompt, max_rows=None)
+    index, valid = scores.text_rows(view.prompt, max_rows=None, start=view.first_row)
     sums, maxima, variance, counts = scores.head_mean_stats(
         view.query, view.keys, index, valid, view.scaling, view.visible
     )
     if rows == "mean":
-        seeing = scores.seeing_rows(index, valid, view.prompt.columns, view.visible).to(torch.float64).clamp_min(1)
+        seeing = scores.seeing_rows(index, valid, view.prompt.columns, view.visible, view.first_row)
+        seeing = seeing.to(torch.float64).clamp_min(1)
         of_all = counts.to(torch.float64).clamp_min(1)[:, None]
         mean = sums.to(torch.float64) / seeing
         # Rows that cannot see a column count as 0 in the variance over all rows.
@@ -136,14 +139,23 @@ def text_stats(view: PrefillView, rows: str, *, value_norm: bool = False) -> Tex
         variance = (squares / seeing - mean.square()).clamp_min(0).to(sums.dtype)
         sums = mean.to(sums.dtype)
     if value_norm:
-        sums = sums * view.values.to(sums.dtype).norm(dim=-1).mean(1)
+        sums = sums * _value_norms(view, sums.dtype)
     return TextStats(sums, maxima, variance)
+
+
+def _value_norms(view: PrefillView, dtype: torch.dtype) -> Tensor:
+    """Return the norm of every column's value, averaged over the heads that store it: [B, C]."""
+    norms = view.values.to(dtype).norm(dim=-1)
+    if view.stored is None:
+        return norms.mean(1)
+    stored = view.candidates.expand_as(norms)
+    return norms.masked_fill(~stored, 0).sum(1) / stored.sum(1).clamp_min(1)
 
 
 def described(view: PrefillView, stats: TextStats) -> dict[str, Any]:
     """Return the share of probabilities up to 1e-4 (the paper's sparsity) and the mean variance, visual and text."""
     columns = view.prompt.visual, view.prompt.text
-    index, valid = scores.text_rows(view.prompt, max_rows=None)
+    index, valid = scores.text_rows(view.prompt, max_rows=None, start=view.first_row)
     sparse = scores.sparsity(view.query, view.keys, index, valid, view.scaling, view.visible, columns)
     spread = [_mean(stats.variance, each) for each in columns]
     return {

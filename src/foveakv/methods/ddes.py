@@ -23,7 +23,7 @@ from foveakv.core.selection import keep_top
 from foveakv.errors import MethodError
 from foveakv.methods import checks
 from foveakv.methods.ranking import lowest, mark_highest, rank_of
-from foveakv.methods.views import Decision, DecodeView, Evict, Field, Slots, State
+from foveakv.methods.views import Decision, DecodeView, Evict, Field, PrefillView, Slots, State
 
 # Per-slot fields: cumulative attention, in the bin or not, steps among the most attended, steps since it was added.
 SCORE, MARKED, USES, AGE = "score", "marked", "uses", "age"
@@ -67,6 +67,10 @@ class BinState(State):
         sizes = steady.cpu().clone(), recent.cpu().clone()
         own = None if prompt is None else prompt.cpu().clone()
         self.layers.append(BinLayer(*sizes, torch.zeros_like(sizes[0]), own))
+
+    def emptied(self) -> BinState:
+        """Return it without layers, for the next block."""
+        return BinState([], self.peak, self.evicted_decode)
 
     def figures(self) -> dict[str, object]:
         """Return plain values for reports; empty before the first layer has been added."""
@@ -129,10 +133,13 @@ class RecycleBin:
         return keep_top(rank, steady.to(keep.device)[:, None])
 
     def fields(self, sums: Tensor) -> dict[str, Field]:
-        """Return the initial values of the per-slot fields; sums: [B, H, C], see `prompt_scores`."""
+        """Return the values of the per-slot fields after a prompt or block; sums: [B, H, C], see `accumulated`.
+
+        No slot is marked, since none is stored beyond l. Steps count as before, and the block is none.
+        """
         found = {SCORE: Field(sums, sums.dtype)}
         if self.size > 1:
-            found[MARKED] = Field(dtype=torch.bool)
+            found[MARKED] = Field(torch.zeros_like(sums, dtype=torch.bool), torch.bool)
         if self.score != "attention":
             found[USES], found[AGE] = Field(dtype=torch.int32), Field(dtype=torch.int32)
         return found
@@ -378,6 +385,12 @@ class RecycleBin:
         frequency = slots.field(USES)[:, :heads] / slots.field(AGE)[:, :heads].clamp_min(1)
         weight = self.frequency_weight
         return weight * rank_of(frequency.to(value.dtype), valid) + (1 - weight) * rank_of(value, valid)
+
+
+def accumulated(view: PrefillView, sums: Tensor) -> Tensor:
+    """Add the attention from a block's queries, [B, H, C], to what stored slots have accumulated before it."""
+    before = view.fields.get(SCORE)
+    return sums if before is None else sums + before.to(sums.dtype)
 
 
 def check_room(name: str, steady: Tensor, contexts: Tensor, protected: int, what: str) -> None:

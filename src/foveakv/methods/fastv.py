@@ -16,6 +16,7 @@ from foveakv.core.selection import keep_top
 from foveakv.errors import MethodError
 from foveakv.methods.base import Method, ModelFacts
 from foveakv.methods.checks import flag, share, whole_number
+from foveakv.methods.contexts import at_view, grown, in_context
 from foveakv.methods.results import Results
 from foveakv.methods.score_layers import Chosen, check_layers, choose_layers, named_layers
 from foveakv.methods.views import Decision, Granularity, Observes, PrefillView, PromptView, ResultView, State
@@ -23,9 +24,14 @@ from foveakv.methods.views import Decision, Granularity, Observes, PrefillView, 
 
 @dataclass
 class FastVState(State):
-    """State of one request. keep: bool [B, C], the columns that later layers keep; None before the scoring layer."""
+    """State of one request.
+
+    keep: bool [B, N], the columns of the context that later layers keep; None before the scoring layer. before: the
+    same before a further block, with its columns.
+    """
 
     keep: Tensor | None = None
+    before: Tensor | None = None
 
 
 @dataclass
@@ -111,16 +117,23 @@ class FastV(Method):
             )
         return FastVState()
 
+    def continue_context(self, request: PromptView, state: State | None) -> FastVState:
+        """Remember what later layers store."""
+        made = self.begin(request)
+        if isinstance(state, FastVState) and state.keep is not None:
+            made.before = grown(state.keep, request.prompt.columns, True)
+        return made
+
     def prefill(self, view: PrefillView) -> Decision | None:
         """Select visual tokens in the scoring layer and evict the others in all later layers."""
         state: FastVState = view.state
         scoring = self._scoring
         if view.compressed_idx == scoring:
             state.keep = self._choose(view)
-            return Decision(stream=state.keep if self.drop_hidden_states else None)
+            return Decision(stream=at_view(state.keep, view) if self.drop_hidden_states else None)
         if view.compressed_idx < scoring or state.keep is None:
             return None
-        return Decision(keep=state.keep.gather(1, view.positions)[:, None])
+        return Decision(keep=at_view(state.keep, view)[:, None] & view.candidates)
 
     def results(self, view: ResultView) -> Results:
         """Return `layer`, K in this model, and where it comes from."""
@@ -129,13 +142,18 @@ class FastV(Method):
         return Results({"layer": self._scoring + 1}, notes=notes)
 
     def _choose(self, view: PrefillView) -> Tensor:
-        """Select the columns that later layers keep: bool [B, C]."""
-        prompt = view.prompt
+        """Select the columns of the context that later layers keep: bool [B, N].
+
+        In a further block, this layer stores the whole context; visual tokens that later layers have evicted are out.
+        """
+        prompt, before = view.prompt, view.state.before
         columns = torch.arange(prompt.columns, device=view.keys.device)
         last = torch.where(prompt.real, columns, 0).amax(-1, keepdim=True)  # [B, 1]
         rows = attention_rows(view.query, view.keys, last, view.scaling, view.visible)  # [B, H, G, 1, C]
         score = rows.mean(dim=(1, 2))[:, 0]
         counts = prompt.visual.sum(-1)
         dropped = torch.tensor([math.floor(self.ratio * n + 1e-9) for n in counts.tolist()], device=counts.device)
-        kept = keep_top(score.masked_fill(~prompt.visual, -torch.inf), counts - dropped)
-        return prompt.real & (kept | ~prompt.visual)
+        left = prompt.visual if before is None else prompt.visual & at_view(before, view)
+        kept = keep_top(score.masked_fill(~left, -torch.inf), counts - dropped)
+        kept = torch.where(last >= view.first_row, kept, left)  # nothing scores in a block of padding
+        return in_context(prompt.real & (kept | ~prompt.visual), view)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from foveakv.methods.base import Method
-from foveakv.methods.views import Granularity
+from foveakv.methods.views import Further, Granularity
 
 
 @dataclass
@@ -19,3 +19,8 @@ class Full(Method):
     def granularity(self) -> Granularity:
         """ "token": all layers and heads store every token."""
         return "token"
+
+    @property
+    def further(self) -> Further:
+        """There is nothing to decide."""
+        return "keep"

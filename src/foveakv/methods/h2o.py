@@ -11,7 +11,7 @@ from torch import Tensor
 from foveakv.core.budget import parse_budget
 from foveakv.methods import checks
 from foveakv.methods.base import Method
-from foveakv.methods.ddes import BinState, RecycleBin
+from foveakv.methods.ddes import BinState, RecycleBin, accumulated
 from foveakv.methods.prompt_scores import check_rows, prompt_scores
 from foveakv.methods.views import (
     Decision,
@@ -93,11 +93,18 @@ class H2O(Method):
         heavy = (steady.double() * self.heavy_ratio + 1e-9).floor().long()
         return H2OState(steady, steady - heavy)
 
+    def continue_context(self, request: PromptView, state: State | None) -> H2OState:
+        """Split the budget of the context so far; the bins go on counting."""
+        made = self.begin(request)
+        if isinstance(state, H2OState):
+            made.bins = state.bins.emptied()
+        return made
+
     def prefill(self, view: PrefillView) -> Decision:
-        """Keep the heavy hitters and the newest tokens of the prompt."""
+        """Keep the heavy hitters and the newest tokens."""
         state: H2OState = view.state
-        sums = prompt_scores(view, self.prefill_rows)
-        keep = view.prompt.real[:, None].expand_as(sums)
+        sums = accumulated(view, prompt_scores(view, self.prefill_rows))
+        keep = view.candidates.expand_as(sums)
         keep = self._bin.shrink(sums, keep, state.steady, state.recent)
         state.bins.add_layer(state.steady, state.recent)
         return Decision(keep=keep, fields=self._bin.fields(sums))

@@ -87,10 +87,10 @@ class LookM(Presets, Method):
         size = view.budget_tokens(self.budget)
         recent = (size.double() * self.recent_ratio + 1e-9).long().clamp_min(1)
         scores = prompt_scores(view, self.prefill_rows)
-        keep = text_first(scores, prompt.text, prompt.real, size[:, None], recent[:, None], self.visual_share)
+        keep = text_first(scores, prompt.text, view.candidates, size[:, None], recent[:, None], self.visual_share)
         if self.merge == "none":
             return Decision(keep=keep)
-        keys, values = merged(view.keys, view.values, keep, prompt.real, self.merge)
+        keys, values = merged(view.keys, view.values, keep, view.candidates, self.merge)
         return Decision(keep=keep, keys=keys, values=values)
 
     def results(self, view: ResultView) -> Results:
@@ -108,14 +108,15 @@ def merged(keys: Tensor, values: Tensor, keep: Tensor, real: Tensor, how: str) -
     Args:
         keys, values: [B, H, C, D] and [B, H, C, Dv].
         keep: bool [B, H, C].
-        real: bool [B, C]; padding is neither kept nor merged.
+        real: bool [B, C], or [B, 1 or H, C]; what is not real is neither kept nor merged.
         how: "pivot", "mean" or "weighted", see `LookM`.
     """
+    real = (real[:, None] if real.dim() == 2 else real).expand(keep.shape)
     keys, values = keys.clone(), values.clone()
     for b in range(keys.shape[0]):
         for h in range(keys.shape[1]):
             kept = keep[b, h].nonzero()[:, 0]
-            gone = (real[b] & ~keep[b, h]).nonzero()[:, 0]
+            gone = (real[b, h] & ~keep[b, h]).nonzero()[:, 0]
             if not len(gone) or not len(kept):
                 continue
             cosine, place = nearest(keys[b, h, gone], keys[b, h, kept])

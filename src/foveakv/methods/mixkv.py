@@ -44,8 +44,8 @@ class MixKV(SnapKV):
         """Keep the window and the tokens with the best mixed scores."""
         size = self.layer_tokens(view)
         window, score = self.window_and_scores(view, size)
-        candidates = (view.prompt.real & ~window)[:, None].expand_as(score)
-        similarity, redundancy = key_similarity(view.keys, view.prompt.real)
+        candidates = (view.candidates & ~window).expand_as(score)
+        similarity, redundancy = key_similarity(view.keys, view.candidates)
         diversity = scaled_like(-similarity, score, candidates)
         importance = score
         if self.intrinsic == "value_norm":
@@ -54,7 +54,7 @@ class MixKV(SnapKV):
             importance = score + scaled_like(-norms(view.keys), score, candidates)
         mix = redundancy[..., None].to(score.dtype)
         score = (mix * diversity + (1 - mix) * importance).masked_fill(~candidates, -torch.inf)
-        return Decision(keep=keep_top(score, (size - window.sum(-1))[:, None]) | window[:, None])
+        return Decision(keep=keep_top(score, size[:, None] - window.sum(-1)) | window)
 
 
 def key_similarity(keys: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,19 +62,20 @@ def key_similarity(keys: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         keys: [B, H, C, D].
-        real: bool [B, C].
+        real: bool [B, C], or [B, 1 or H, C], the columns that count.
 
     Returns:
         u . mean(u) for every column, [B, H, C], and the redundancy [B, H]: the mean of u_i . u_j over pairs i != j,
         which is (n |mean|^2 - 1) / (n - 1), clipped to [0, 1]; 0 for a single token. Both float32 or float64.
     """
     wide = torch.promote_types(keys.dtype, torch.float32)
-    count = real.sum(-1).clamp_min(1)
+    counted = (real[:, None] if real.dim() == 2 else real).expand(keys.shape[:3])
     similarity = torch.empty(keys.shape[:3], dtype=wide, device=keys.device)
     redundancy = torch.empty(keys.shape[:2], dtype=wide, device=keys.device)
     for head in range(keys.shape[1]):
         units = torch.nn.functional.normalize(keys[:, head].to(wide), dim=-1)
-        units = units.masked_fill(~real[..., None], 0)
+        own, count = counted[:, head], counted[:, head].sum(-1).clamp_min(1)
+        units = units.masked_fill(~own[..., None], 0)
         mean = units.sum(1) / count[:, None]
         similarity[:, head] = (units @ mean[..., None])[..., 0]
         pairs = (count * mean.square().sum(-1) - 1) / (count - 1).clamp_min(1)

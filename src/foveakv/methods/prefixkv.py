@@ -35,10 +35,12 @@ from foveakv.methods.views import (
 class PrefixKVState(State):
     """State of one request.
 
-    scores: [B, C] per layer, during the prefill. share: float64 [B], p. tokens: int64 [B, L], tokens per head.
+    Per layer, during the prefill: scores [B, C], candidates bool [B, C]. share: float64 [B], p. tokens: int64 [B, L],
+    tokens per head.
     """
 
     scores: list[Tensor] = field(default_factory=list)
+    candidates: list[Tensor] = field(default_factory=list)
     share: Tensor | None = None
     tokens: Tensor | None = None
 
@@ -99,19 +101,20 @@ class PrefixKV(Method):
 
     def prefill(self, view: PrefillView) -> None:
         """Compute the scores of one layer."""
-        sums = prompt_scores(view, self.prefill_rows).sum(1)
-        view.state.scores.append(sums.masked_fill(~view.prompt.real, 0.0))
+        sums, candidates = prompt_scores(view, self.prefill_rows).sum(1), view.candidates.any(1)
+        view.state.scores.append(sums.masked_fill(~candidates, 0.0))
+        view.state.candidates.append(candidates)
 
     def after_prefill(self, view: PromptEndView) -> list[Decision]:
         """Find p and the prefix of every layer."""
         state: PrefixKVState = view.state
-        request, prompt = view.request, view.request.prompt
-        scores, state.scores = torch.stack(state.scores, 1), []  # [B, L, C]
-        protected = self._protected(prompt.real)  # [B, C]
+        request, widths = view.request, [each.shape[-1] for each in state.scores]
+        scores, real = _stacked(state.scores), _stacked(state.candidates)  # [B, L, C]
+        state.scores, state.candidates = [], []
         totals = (request.budget_slots(self.budget) // request.geometry.kv_heads).to(scores.device)
-        keep, state.share = common_prefix(scores, prompt.real, protected, totals)
+        keep, state.share = common_prefix(scores, real, self._protected(real), totals)
         state.tokens = keep.sum(-1)
-        return [Decision(keep=keep[:, layer, None]) for layer in range(keep.shape[1])]
+        return [Decision(keep=keep[:, layer, None, -width:]) for layer, width in enumerate(widths)]
 
     def results(self, view: ResultView) -> Results:
         """Return the share p that every layer keeps and the tokens per head of every layer, for each sequence."""
@@ -121,11 +124,17 @@ class PrefixKV(Method):
         return Results({"share": share.tolist(), "tokens": tokens.tolist()}, layer_tokens=tokens)
 
     def _protected(self, real: Tensor) -> Tensor:
-        """Return the priority of protected columns: int64 [B, C], 0 for other columns; higher is selected earlier."""
+        """Return the priority of protected columns: int64, 0 for other columns; higher is selected earlier."""
         age, place = from_end(real), real.cumsum(-1)
         recent = torch.where(real & (age <= self.recent), self.sink + self.recent + 1 - age, 0)
         sink = torch.where(real & (place <= self.sink), self.sink + 1 - place, 0)
         return torch.maximum(recent, sink)
+
+
+def _stacked(layers: list[Tensor]) -> Tensor:
+    """Stack tensors [B, C] of several layers to [B, L, C], with zeros before those that have fewer columns."""
+    width = max(each.shape[-1] for each in layers)
+    return torch.stack([torch.nn.functional.pad(each, (width - each.shape[-1], 0)) for each in layers], 1)
 
 
 def common_prefix(scores: Tensor, real: Tensor, protected: Tensor, totals: Tensor) -> tuple[Tensor, Tensor]:
@@ -133,8 +142,8 @@ def common_prefix(scores: Tensor, real: Tensor, protected: Tensor, totals: Tenso
 
     Args:
         scores: [B, L, C], not negative, 0 at padding.
-        real: bool [B, C].
-        protected: int64 [B, C], priority over all other columns, or 0; see `PrefixKV._protected`.
+        real: bool [B, C] or [B, L, C].
+        protected: int64, like `real`: priority over all other columns, or 0; see `PrefixKV._protected`.
         totals: int64 [B], tokens over all layers.
 
     Returns:
@@ -144,7 +153,7 @@ def common_prefix(scores: Tensor, real: Tensor, protected: Tensor, totals: Tenso
     """
     batch, layers, columns = scores.shape
     attention_sum = scores.double()
-    first, real = protected[:, None].expand_as(attention_sum), real[:, None].expand_as(attention_sum)
+    first, real = (each[:, None].expand_as(scores) if each.dim() == 2 else each for each in (protected, real))
     # protected columns by priority, then by score, padding last; ties go to the lower column
     order = attention_sum.masked_fill(~real, -1.0).argsort(dim=-1, descending=True, stable=True)
     order = order.gather(-1, first.gather(-1, order).argsort(dim=-1, descending=True, stable=True))

@@ -17,7 +17,8 @@ from foveakv.methods.views import PrefillView
 def prompt_scores(view: PrefillView, rows: Literal["all"] | int, *, value_norm: bool = False) -> Tensor:
     """Compute the attention every prompt column receives from the prompt's queries, summed over the query group.
 
-    HAE (arXiv 2602.02197) does not state whether the prompt's queries count in Eq. 5; we count them.
+    HAE (arXiv 2602.02197) does not state whether the prompt's queries count in Eq. 5; we count them. Of a further
+    block, the block's own queries count.
 
     Args:
         view: the layer.
@@ -34,7 +35,7 @@ def prompt_scores(view: PrefillView, rows: Literal["all"] | int, *, value_norm: 
     sums = _all_or_sampled(view, rows)
     if not value_norm:
         return sums
-    real = view.prompt.real[:, None]
+    real = view.candidates
     norms = view.values.to(sums.dtype).norm(dim=-1).masked_fill(~real, 0)
     mean = norms.sum(-1, keepdim=True) / real.sum(-1, keepdim=True).clamp_min(1)
     return sums * norms / mean.clamp_min(torch.finfo(sums.dtype).tiny)
@@ -42,6 +43,8 @@ def prompt_scores(view: PrefillView, rows: Literal["all"] | int, *, value_norm: 
 
 def _all_or_sampled(view: PrefillView, rows: Literal["all"] | int) -> Tensor:
     real = view.prompt.real
+    if view.first_row:  # a further block: only its queries are there
+        real = real & (torch.arange(real.shape[1], device=real.device) >= view.first_row)
     lengths = real.sum(-1)
     order = real_first(real)
     width = int(lengths.max())

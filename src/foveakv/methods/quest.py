@@ -14,7 +14,7 @@ from foveakv.methods.base import Method
 from foveakv.methods.checks import whole_number
 from foveakv.methods.presets import Presets
 from foveakv.methods.results import Results
-from foveakv.methods.views import Decision, Offload, PrefillView, PromptView, ResultView, When
+from foveakv.methods.views import Decision, Further, Offload, PrefillView, PromptView, ResultView, When
 from foveakv.methods.windows import Auto
 
 PAPER_PAGE = 16
@@ -66,6 +66,11 @@ class Quest(Presets, Method):
     def decides(self) -> tuple[When, ...]:
         """Builds pages at the end of the prompt and selects among them in every step."""
         return "prefill", "read"
+
+    @property
+    def further(self) -> Further:
+        """Later tokens are kept and attended to in full: pages are those of the first prompt."""
+        return "keep"
 
     def prefill(self, view: PrefillView) -> Decision | None:
         """Split one layer's prompt into pages, with the bounds of their keys as digests."""

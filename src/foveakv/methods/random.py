@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from foveakv.core.budget import parse_budget
-from foveakv.core.columns import newest
+from foveakv.core.columns import from_end
 from foveakv.core.selection import keep_top
 from foveakv.methods.base import Method
 from foveakv.methods.checks import share, whole_number
@@ -22,8 +22,8 @@ class Random(Method):
 
     If text leaves less than `visual_share` of the budget to visual tokens, its oldest tokens are evicted.
 
-    The selection depends only on the seed and on the index of a visual token in its prompt, so a prompt keeps the same
-    tokens in any batch.
+    The selection depends only on the seed and on the index of a visual token in its context, so a prompt keeps the same
+    tokens in any batch, and in blocks as at once.
 
     Args:
         budget: tokens to keep, text included: a share of the prompt, tokens per head, or bytes.
@@ -50,14 +50,17 @@ class Random(Method):
 
     def prefill(self, view: PrefillView) -> Decision:
         """Keep text and the selected visual tokens."""
-        visual = view.prompt.visual
+        candidates, context = view.candidates, view.request.prompt.visual
+        visual = view.prompt.visual[:, None] & candidates
         generator = torch.Generator().manual_seed(self.seed)
-        draw = torch.rand(visual.shape[1], generator=generator).to(visual.device)
-        score = draw[(visual.cumsum(-1) - 1).clamp_min(0)].masked_fill(~visual, -torch.inf)
-        other, size = view.prompt.real & ~visual, view.budget_tokens(self.budget)
+        draw = torch.rand(context.shape[1], generator=generator).to(visual.device)
+        number = (context.cumsum(-1) - 1).clamp_min(0).gather(1, view.positions.clamp_min(0))
+        score = draw[number][:, None].expand(visual.shape).masked_fill(~visual, -torch.inf)
+        size = view.budget_tokens(self.budget)[:, None]
         reserved = torch.minimum((size.double() * self.visual_share + 1e-9).long(), visual.sum(-1))
-        text = newest(other, size - reserved)
-        return Decision(keep=(keep_top(score, size - text.sum(-1)) | text)[:, None])
+        other = candidates & ~visual
+        text = other & (from_end(other) <= (size - reserved)[..., None])
+        return Decision(keep=keep_top(score, size - text.sum(-1)) | text)
 
     def results(self, view: ResultView) -> Results:
         """Return a note if the budget does not hold all text."""

@@ -79,8 +79,8 @@ class SnapKV(Presets, Method):
         """Keep the window and the best-scored tokens before it."""
         size = self.layer_tokens(view)
         window, score = self.window_and_scores(view, size)
-        score = score.masked_fill((window | ~view.prompt.real)[:, None], -torch.inf)
-        return Decision(keep=keep_top(score, (size - window.sum(-1))[:, None]) | window[:, None])
+        score = score.masked_fill(window | ~view.candidates, -torch.inf)
+        return Decision(keep=keep_top(score, size[:, None] - window.sum(-1)) | window)
 
     def layer_tokens(self, view: PrefillView) -> Tensor:
         """Return the tokens that every head of this layer keeps: int64 [B]."""
@@ -88,20 +88,24 @@ class SnapKV(Presets, Method):
 
     def window_tokens(self, request: PromptView, size: Tensor) -> Tensor:
         """Return the newest tokens that are kept regardless of their score, int64 [B], out of `size` int64 [B]."""
-        return kept_window(size, window_rows(request.prompt, self.window).to(size.device), self.window_share)
+        rows = window_rows(request.prompt, self.window, request.block_start)
+        return kept_window(size, rows.to(size.device), self.window_share)
 
     def window_and_scores(self, view: PrefillView, size: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the newest tokens to keep, bool [B, C], and the pooled scores [B, H, C], 0 at padding.
+        """Return the newest tokens to keep, bool [B, 1 or H, C], and the pooled scores [B, H, C], 0 at padding.
 
-        The scores of kept tokens count as 0, so that pooling does not spread them.
+        The scores of kept tokens count as 0, so that pooling does not spread them. In a further block, its own rows
+        score, and neighbours in the pool are so by position.
 
         size: int64 [B], tokens to keep in total.
         """
-        request, real = view.request, view.prompt.real
-        window = newest(real, self.window_tokens(request, size))
-        score = scores_of_window(view, window_rows(request.prompt, self.window))
-        score = score.masked_fill((window | ~real)[:, None], 0.0)
-        return window, pooled(score, pool_width(request.prompt, self.kernel, self.paper_kernel), self.pooling)
+        request, candidates = view.request, view.candidates
+        window = newest(candidates, self.window_tokens(request, size))
+        score = scores_of_window(view, window_rows(request.prompt, self.window, request.block_start))
+        score = score.masked_fill(window | ~candidates, 0.0)
+        positions = None if view.stored is None else view.positions
+        widths = pool_width(request.prompt, self.kernel, self.paper_kernel)
+        return window, pooled(score, widths, self.pooling, positions)
 
     def results(self, view: ResultView) -> Results:
         """Return the newest tokens kept, the rows that scored and the width of the pool, for each sequence.
@@ -110,7 +114,7 @@ class SnapKV(Presets, Method):
         """
         request = view.request
         size = request.budget_tokens(self.budget)
-        rows = window_rows(request.prompt, self.window)
+        rows = window_rows(request.prompt, self.window, request.block_start)
         kept, evicts = self.window_tokens(request, size), size < request.prompt.lengths
         widths = pool_width(request.prompt, self.kernel, self.paper_kernel)
         figures: dict[str, Any] = {}

@@ -90,9 +90,9 @@ class SparseMM(SnapKV):
         """Keep the window and each head's best-scored tokens before it."""
         size = view.budget_tokens(self.budget)
         window, score = self.window_and_scores(view, size)
-        score = score.masked_fill((window | ~view.prompt.real)[:, None], -torch.inf)
+        score = score.masked_fill(window | ~view.candidates, -torch.inf)
         beyond = view.state.beyond[:, view.compressed_idx].to(score.device)  # [B, H]
-        return Decision(keep=keep_top(score, beyond) | window[:, None])
+        return Decision(keep=keep_top(score, beyond) | window)
 
     def describe(self) -> dict[str, Any]:
         """Return the settings as plain values; scores given as numbers are described by their shape."""

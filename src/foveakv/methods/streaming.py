@@ -18,7 +18,8 @@ from foveakv.methods.views import Decision, DecodeView, Evict, Granularity, Pref
 class StreamingState(State):
     """State of one request, on the CPU.
 
-    size: int64 [B], tokens to keep. lost: int64 [B], prompt columns that are not stored (padding included).
+    size: int64 [B], tokens to keep. lost: int64 [B], columns that were not stored (padding included) after the prompt
+    or the last further block.
     """
 
     size: Tensor
@@ -62,13 +63,16 @@ class Streaming(Method):
         return StreamingState(size, request.prompt.columns - stored)
 
     def prefill(self, view: PrefillView) -> Decision:
-        """Keep the sinks and the newest tokens of the prompt."""
-        size = view.budget_tokens(self.budget, steady=True)
+        """Keep the sinks and the newest tokens of the prompt, or of what is stored and the block."""
+        candidates, size = view.candidates, view.budget_tokens(self.budget, steady=True)
+        lengths = candidates.sum(-1)
         # Rank among real tokens, so that padding does not count as sink or window.
-        rank = view.prompt.real.cumsum(-1) - 1
-        first_recent = view.prompt.lengths - (size - self.sink).clamp_min(1)
-        keep = (rank < torch.minimum(size - 1, size.new_tensor(self.sink))[:, None]) | (rank >= first_recent[:, None])
-        return Decision(keep=keep[:, None])
+        rank = candidates.cumsum(-1) - 1
+        sinks = torch.minimum(size - 1, size.new_tensor(self.sink))
+        first_recent = lengths - (size - self.sink).clamp_min(1)[:, None]
+        if view.stored is not None and view.compressed_idx == 0:
+            view.state.lost = view.request.prompt.columns - torch.minimum(size, lengths[:, 0]).cpu()
+        return Decision(keep=((rank < sinks[:, None, None]) | (rank >= first_recent[..., None])) & candidates)
 
     def decode(self, view: DecodeView) -> Decision | None:
         """Evict the oldest tokens of the window.

@@ -16,7 +16,8 @@ def text_first(
 
     Args:
         scores: [B, H, C].
-        text, real: bool [B, C].
+        text: bool [B, C].
+        real: bool [B, C], or [B, 1 or H, C], the columns that may be kept.
         budgets, recent: int64 [B, H] or [B, 1], columns to keep and how many of them are the newest; recent <= budgets.
         visual_share: the share of the slots besides the newest columns that text leaves to the rest (if there are so
             many), rounded down. 0 gives text everything.
@@ -24,8 +25,9 @@ def text_first(
     Returns:
         bool [B, H, C] with min(budgets, real columns) marks per head.
     """
-    window = from_end(real)[:, None] <= recent[..., None]
-    earlier = real[:, None] & ~window
+    real = real[:, None] if real.dim() == 2 else real
+    window = real & (from_end(real) <= recent[..., None])
+    earlier = real & ~window
     left = budgets - window.sum(-1)
     others = earlier & ~text[:, None]
     reserved = torch.minimum((left.double() * visual_share + 1e-9).long(), others.sum(-1))

@@ -27,13 +27,14 @@ _TILE = 2**21  # the most probabilities computed at once
 class VLCacheState(State):
     """State of one request.
 
-    rows, valid: the post-vision rows, int64 and bool [B, n]. scores [B, H, C], density [B]: per layer, during the
-    prefill. sparsity: float64 [B, L]. tokens: int64 [B, L], tokens per head.
+    rows, valid: the post-vision rows, int64 and bool [B, n]. Per layer, during the prefill: scores [B, H, C],
+    candidates bool [B, 1 or H, C], density [B]. sparsity: float64 [B, L]. tokens: int64 [B, L], tokens per head.
     """
 
     rows: Tensor
     valid: Tensor
     scores: list[Tensor] = field(default_factory=list)
+    candidates: list[Tensor] = field(default_factory=list)
     density: list[Tensor] = field(default_factory=list)
     sparsity: Tensor | None = None
     tokens: Tensor | None = None
@@ -90,8 +91,12 @@ class VLCache(Method):
     def prefill(self, view: PrefillView) -> None:
         """Measure post-vision attention in one layer: the scores of its tokens and its density."""
         state: VLCacheState = view.state
-        scores, density = post_vision(view, state.rows, state.valid, self.threshold)
+        rows, valid = state.rows, state.valid
+        if view.stored is not None:  # columns of a further block differ from layer to layer
+            rows, valid = post_vision_rows(view.prompt, view.first_row)
+        scores, density = post_vision(view, rows, valid, self.threshold)
         state.scores.append(scores)
+        state.candidates.append(view.candidates)
         state.density.append(density)
 
     def after_prefill(self, view: PromptEndView) -> list[Decision]:
@@ -105,12 +110,12 @@ class VLCache(Method):
         sizes = torch.stack([layer_tokens(density[b], totals[b], context) for b, context in enumerate(contexts)])
         mean = torch.tensor([int(total / layers * self.recent + 1e-9) for total in totals]).to(real.device)
         decisions = []
-        for layer, received in enumerate(state.scores):
+        for layer, (received, candidates) in enumerate(zip(state.scores, state.candidates, strict=True)):
             size = sizes[:, layer].to(real.device)
-            window = newest(real, torch.minimum(mean, size))  # [B, C]
-            score = received.masked_fill((window | ~real)[:, None], -torch.inf)
-            decisions.append(Decision(keep=keep_top(score, (size - window.sum(-1))[:, None]) | window[:, None]))
-        state.scores, state.density = [], []
+            window = newest(candidates, torch.minimum(mean, size))  # [B, 1 or H, C]
+            score = received.masked_fill(window | ~candidates, -torch.inf)
+            decisions.append(Decision(keep=keep_top(score, size[:, None] - window.sum(-1)) | window))
+        state.scores, state.candidates, state.density = [], [], []
         state.sparsity, state.tokens = 1 - density, sizes
         return decisions
 
@@ -133,10 +138,13 @@ def layer_tokens(density: Tensor, total: int, context: int) -> Tensor:
     return share_out(density / density.sum(), total, least, context)
 
 
-def post_vision_rows(prompt: PromptMap) -> tuple[Tensor, Tensor]:
-    """Return the rows after the last visual token: columns int64 [B, n], and bool [B, n], which of them count."""
-    real = prompt.real
-    columns = torch.arange(prompt.columns, device=real.device)
+def post_vision_rows(prompt: PromptMap, start: int = 0) -> tuple[Tensor, Tensor]:
+    """Return the rows after the last visual token: columns int64 [B, n], and bool [B, n], which of them count.
+
+    start: column of the newest block; earlier rows do not count.
+    """
+    columns = torch.arange(prompt.columns, device=prompt.kinds.device)
+    real = prompt.real & (columns >= start)
     last = torch.where(prompt.visual, columns, -1).amax(-1, keepdim=True)
     after = real & (columns > last)
     after |= newest(real, (~after.any(-1)).long())  # at least one row
@@ -163,15 +171,16 @@ def post_vision(view: PrefillView, rows: Tensor, valid: Tensor, threshold: float
     dense, pairs = torch.zeros(2, batch, dtype=torch.int64, device=rows.device)
     for start in range(0, rows.shape[1], step):
         part, counted = rows[:, start : start + step], valid[:, start : start + step]
+        counted = counted & (part >= view.first_row)
         probs = attention_rows(view.query, view.keys, part, view.scaling, view.visible, counted)  # [B, H, G, n, C]
         if view.visible is None:
-            seen = torch.arange(columns, device=rows.device) <= part[..., None]
+            seen = (torch.arange(columns, device=rows.device) <= part[..., None])[:, None]
         else:
-            seen = view.visible(part)[:, 0].expand(batch, part.shape[1], columns)
-        seen = seen & counted[..., None]
-        large = (probs >= threshold * probs.amax(-1, keepdim=True)) & seen[:, None, None]
+            seen = view.visible(part.clamp_min(view.first_row)).expand(batch, -1, part.shape[1], columns)
+        seen = seen & counted[:, None, :, None]
+        large = (probs >= threshold * probs.amax(-1, keepdim=True)) & seen[:, :, None]
         dense += large.sum((1, 2, 3, 4))
-        pairs += seen.sum((1, 2)) * queries
+        pairs += seen.sum((1, 2, 3)) * (queries // seen.shape[1])
         received = probs.sum((2, 3))
         sums = received if sums is None else sums + received
     if sums is None:

@@ -30,29 +30,33 @@ POOLED = Fraction(3, 10)
 """Largest share of an image's row that an automatic pool covers: 7 of 24 tokens, 1 of 8."""
 
 
-def window_rows(prompt: PromptMap, window: int | Auto) -> Tensor:
+def window_rows(prompt: PromptMap, window: int | Auto, start: int = 0) -> Tensor:
     """Return the rows of each sequence's window: int64 [B], at least 1.
 
     "auto" is half of the question, which is the tokens after the last visual token, rounded up, at least `LEAST_WINDOW`
     and at most `PAPER_WINDOW`. A prompt without visual tokens gets `PAPER_WINDOW`. The first half of a question does
-    not yet know what is asked, and tokens before it less so.
+    not yet know what is asked, and tokens before it less so. start: column of the newest block, in which the question
+    is.
     """
     if window != "auto":
         return torch.full((prompt.batch,), window, dtype=torch.int64, device=prompt.kinds.device)
     columns = torch.arange(prompt.columns, device=prompt.kinds.device)
     last = torch.where(prompt.visual, columns, -1).amax(-1, keepdim=True)
-    question = (prompt.real & (columns > last)).sum(-1)
+    question = (prompt.real & (columns > last.clamp_min(start - 1))).sum(-1)
     half = torch.where(last[:, 0] < 0, PAPER_WINDOW, (question + 1) // 2)
     return half.clamp(LEAST_WINDOW, PAPER_WINDOW)
 
 
 def scores_of_window(view: PrefillView, rows: Tensor) -> Tensor:
-    """Return the mean attention from the last `rows` int64 [B] real rows of each sequence: [B, H, C]."""
+    """Return the mean attention from the last `rows` int64 [B] real rows of each sequence: [B, H, C].
+
+    In a further block, only its own rows count.
+    """
     real, most = view.prompt.real, int(rows.max())
     if most == int(rows.min()):
         return window_scores(view.query, view.keys, most, view.scaling, view.visible, real, fused=view.fused)
     columns, valid = last_rows(real, most)
-    valid = valid & (from_end(real).gather(1, columns) <= rows[:, None])
+    valid = valid & (from_end(real).gather(1, columns) <= rows[:, None]) & (columns >= view.first_row)
     sums = column_sums(view.query, view.keys, columns, valid, view.scaling, view.visible, fused=view.fused)
     group = view.query.shape[1] // view.keys.shape[1]
     return sums / (valid.sum(-1).clamp_min(1) * group)[:, None, None]
@@ -98,14 +102,33 @@ def pool_width(prompt: PromptMap, kernel: int | Auto, paper: int) -> list[int]:
     return widths
 
 
-def pooled(score: Tensor, widths: Sequence[int], how: Literal["mean", "max"]) -> Tensor:
-    """Pool scores [B, H, C] over `widths[b]` neighbouring columns, with stride 1."""
+def pooled(
+    score: Tensor, widths: Sequence[int], how: Literal["mean", "max"], positions: Tensor | None = None
+) -> Tensor:
+    """Pool scores [B, H, C] over `widths[b]` neighbouring columns, with stride 1.
+
+    positions: int64 [B, C], ascending, where columns may be missing: neighbours are then those at most half of the
+    width away, and missing ones count as 0.
+    """
     if len(set(widths)) > 1:
-        return torch.cat([pooled(score[b : b + 1], widths[b : b + 1], how) for b in range(len(widths))])
+        parts = (slice(b, b + 1) for b in range(len(widths)))
+        return torch.cat([pooled(score[b], widths[b], how, None if positions is None else positions[b]) for b in parts])
     if not widths or widths[0] == 1:
         return score
+    if positions is not None:
+        return _pooled_by_position(score, widths[0] // 2, how, positions)
     pool = torch.nn.functional.avg_pool1d if how == "mean" else torch.nn.functional.max_pool1d
     return pool(score, widths[0], stride=1, padding=widths[0] // 2)
+
+
+def _pooled_by_position(score: Tensor, reach: int, how: Literal["mean", "max"], positions: Tensor) -> Tensor:
+    total, columns = score.clone(), score.shape[-1]
+    for shift in range(1, min(reach, columns - 1) + 1):
+        near = (positions[:, shift:] - positions[:, :-shift] <= reach)[:, None]
+        before, after = score[..., :-shift].masked_fill(~near, 0), score[..., shift:].masked_fill(~near, 0)
+        for part, other in ((total[..., shift:], before), (total[..., :-shift], after)):
+            part.copy_(part + other if how == "mean" else torch.maximum(part, other))
+    return total / (2 * reach + 1) if how == "mean" else total
 
 
 def _sides(spans: Sequence[Span]) -> list[float]:
