@@ -12,7 +12,7 @@ from foveakv.core.budget import parse_budget
 from foveakv.core.selection import keep_top
 from foveakv.methods.base import Method
 from foveakv.methods.checks import choice
-from foveakv.methods.views import Decision, Observes, PrefillView, PromptEndView, PromptView, State, When
+from foveakv.methods.views import Decision, Further, Observes, PrefillView, PromptEndView, PromptView, State, When
 
 _TILE = 2**21  # the most probabilities computed at once
 
@@ -59,6 +59,11 @@ class KVzip(Method):
     def decides(self) -> tuple[When, ...]:
         """Evicts after the last layer, or with another allocation than "global" after each layer."""
         return ("after_prefill",) if self.allocation == "global" else ("prefill",)
+
+    @property
+    def further(self) -> Further:
+        """Kept whole: the second pass reads the first prompt only."""
+        return "keep"
 
     def begin(self, request: PromptView) -> KVzipState:
         """Return an empty state."""

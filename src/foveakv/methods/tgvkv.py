@@ -19,6 +19,7 @@ from foveakv.methods.results import Results
 from foveakv.methods.text_first import text_first, text_note
 from foveakv.methods.views import (
     Decision,
+    Further,
     Granularity,
     Observes,
     PrefillView,
@@ -98,6 +99,11 @@ class TGVKV(Method):
     def decides(self) -> tuple[When, ...]:
         """Evicts after the last layer's prefill."""
         return ("after_prefill",)
+
+    @property
+    def further(self) -> Further:
+        """Each block gets layer sizes of its own."""
+        return "block"
 
     def begin(self, request: PromptView) -> TGVKVState:
         """Select the text rows."""
