@@ -6,6 +6,8 @@ import math
 from numbers import Integral, Real
 from typing import Any
 
+from torch import Tensor
+
 from foveakv.errors import MethodError
 
 
@@ -56,6 +58,22 @@ def flag(name: str, option: str, value: Any) -> None:
     """Raise `MethodError` unless `value` is True or False."""
     if not isinstance(value, bool):
         raise MethodError(_message(name, option, value, "True or False"))
+
+
+def check_room(name: str, steady: Tensor, contexts: Tensor, protected: int, what: str) -> None:
+    """Check that the steady size holds the `protected` tokens; name, what: the method and options, for messages.
+
+    steady, contexts: int64 [B]. Sequences no longer than `protected` keep all their tokens and are not checked.
+
+    Raises:
+        MethodError: the steady size of every longer sequence is below `protected`.
+    """
+    room = steady[contexts.to(steady.device) > protected]
+    if room.numel() and int(room.max()) < protected:
+        raise MethodError(
+            f"{name}: the budget gives a sequence {int(room.max())} tokens per head, fewer than the {protected} that "
+            f"{what} protects; raise the budget or lower them"
+        )
 
 
 def _real(value: Any) -> bool:

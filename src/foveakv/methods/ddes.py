@@ -391,19 +391,3 @@ def accumulated(view: PrefillView, sums: Tensor) -> Tensor:
     """Add the attention from a block's queries, [B, H, C], to what stored slots have accumulated before it."""
     before = view.fields.get(SCORE)
     return sums if before is None else sums + before.to(sums.dtype)
-
-
-def check_room(name: str, steady: Tensor, contexts: Tensor, protected: int, what: str) -> None:
-    """Check that the steady size holds the `protected` tokens; name, what: the method and options, for messages.
-
-    steady, contexts: int64 [B]. Sequences no longer than `protected` keep all their tokens and are not checked.
-
-    Raises:
-        MethodError: the steady size of every longer sequence is below `protected`.
-    """
-    room = steady[contexts.to(steady.device) > protected]
-    if room.numel() and int(room.max()) < protected:
-        raise MethodError(
-            f"{name}: the budget gives a sequence {int(room.max())} tokens per head, fewer than the {protected} that "
-            f"{what} protects; raise the budget or lower them"
-        )

@@ -18,16 +18,19 @@ from torch import Tensor
 from foveakv.core.columns import newest
 from foveakv.errors import MethodError, NoVisualTokensError
 from foveakv.methods.base import Method, ModelFacts
+from foveakv.methods.checks import check_room
+from foveakv.methods.contexts import at_view, in_context, stored_prompt
 from foveakv.methods.dap import DAP, TextStats, described, room_for_visual, text_stats
-from foveakv.methods.ddes import RecycleBin, check_room
+from foveakv.methods.ddes import RecycleBin, accumulated
 from foveakv.methods.hae_options import check_options, of_stages
 from foveakv.methods.hae_presets import PRESETS
-from foveakv.methods.hae_state import HAEState, Sizes, newest_kept
+from foveakv.methods.hae_state import HAEState, Sizes, Waiting, newest_kept
+from foveakv.methods.hae_steady import SteadySize
 from foveakv.methods.presets import Presets
 from foveakv.methods.prompt_scores import prompt_scores
 from foveakv.methods.results import Results
 from foveakv.methods.score_layers import CALIBRATED, Chosen, choose_layers, named_layers
-from foveakv.methods.shared_bin import SharedState, shared_step
+from foveakv.methods.shared_bin import shared_step
 from foveakv.methods.views import (
     Decision,
     DecodeView,
@@ -36,6 +39,7 @@ from foveakv.methods.views import (
     PrefillView,
     PromptView,
     ResultView,
+    State,
     When,
 )
 
@@ -166,6 +170,10 @@ class HAE(Presets, Method):
             frequency_weight=self.frequency_weight, per_head=self.per_head_scores, sink=self.sink,
         )  # fmt: skip
 
+    @cached_property
+    def _steady(self) -> SteadySize:
+        return SteadySize(self._bin, self.budget, self.recent, self.sink, self.compress_prompt, self.candidates)
+
     def for_model(self, model: ModelFacts) -> HAE:
         """Find the deciding layer in the model; see `score_layer`."""
         made = copy.copy(self)
@@ -234,10 +242,18 @@ class HAE(Presets, Method):
                 "hae with ddes=False evicts visual tokens only, and this prompt has no image or video; add one, or use "
                 "ddes=True"
             )
+        self._check_room(request)
+        return HAEState.of(request)
+
+    def continue_context(self, request: PromptView, state: State | None) -> HAEState:
+        """Find the visual tokens that DAP judges now: those that a text token of the block comes after."""
+        self._check_room(request)
+        return HAEState.of(request, state if isinstance(state, HAEState) else None)
+
+    def _check_room(self, request: PromptView) -> None:
         if self.ddes and self.budget is not None and self.compress_prompt:
             steady = request.budget_tokens(self.budget, steady=True)
-            check_room("hae", steady, prompt.lengths, self.sink + (self.recent or 0), "sink + recent")
-        return HAEState(prompt.real)
+            check_room("hae", steady, request.prompt.lengths, self.sink + (self.recent or 0), "sink + recent")
 
     def prefill(self, view: PrefillView) -> Decision:
         """Score, decide in the deciding layer, apply its choice to all layers, and initialize DDES."""
@@ -248,18 +264,20 @@ class HAE(Presets, Method):
             return self._before(view, redundant)
         stream, earlier = None, None
         if idx == deciding:
-            gone = torch.zeros_like(view.prompt.real) if redundant is None else redundant
-            state.keep = view.prompt.real & ~gone
-            state.figures["evicted_visual"] = gone.sum(-1).tolist()
-            stream = state.keep if self.drop_hidden_states else None
-            state.sizes = self._sizes(view, state.keep)
+            real = view.request.prompt.real
+            gone = torch.zeros_like(real) if redundant is None else redundant
+            state.keep = real & ~gone
+            state.count("evicted_visual", gone.sum(-1).tolist())
+            stream = at_view(state.keep, view) if self.drop_hidden_states else None
+            if self.ddes:
+                state.sizes = self._steady.sizes(view, self._candidates(view, state.keep)[:, 0])
             earlier = self._settle_earlier(view)
         decision = self._kept(view, state.keep, state.sizes)
         decision.stream, decision.earlier = stream, earlier
         return decision
 
     def _score(self, view: PrefillView) -> Tensor | None:
-        """Compute what a layer's scores are needed for; return the visual tokens that DAP evicts by them, bool [B, C].
+        """Compute what a layer's scores are needed for; return the visual tokens that DAP evicts by them, bool [B, N].
 
         None: the layer does not decide, or there is nothing to evict.
         """
@@ -269,7 +287,8 @@ class HAE(Presets, Method):
         early = self._scores_early(idx)
         if not self.dap or not (early or idx in layers) or not view.request.prompt.has_visual:
             return None
-        stats = text_stats(view, self.rows, value_norm=self.value_norm)
+        measured = text_stats(view, self.rows, value_norm=self.value_norm)
+        stats = TextStats(*(in_context(each, view) for each in measured))
         found = self._redundant(view, stats) if early else None
         if idx in layers:
             state.add_stats(stats)
@@ -278,20 +297,23 @@ class HAE(Presets, Method):
         mean = TextStats(*(each / len(layers) for each in state.stats))
         state.stats = []
         if self.statistics:
-            state.figures |= described(view, stats)
+            state.figures |= described(view, measured)
         return self._redundant(view, mean)
 
     def _redundant(self, view: PrefillView, stats: TextStats) -> Tensor:
-        """Return the visual tokens that DAP evicts, and those that do not fit into the budget: bool [B, C]."""
-        visual = view.prompt.visual
-        gone = self._rules.redundant(stats, visual)
+        """Return the visual tokens that DAP evicts, and those that do not fit into the budget: bool [B, N]."""
+        prompt, judge = stored_prompt(view), view.state.judge
+        visual = prompt.visual
+        gone = self._rules.redundant(stats, visual if judge is None else visual & judge)
         fits = self.prompt_ranking == "deciding" and self.compress_prompt and self.target_visual_tokens is None
         if not (fits and self.ddes and self.budget is not None):
             return gone
-        steady, real = view.budget_tokens(self.budget, steady=True), view.prompt.real
+        steady, real = view.budget_tokens(self.budget, steady=True), prompt.real
         protected = newest(real, newest_kept(steady, self.recent, self.sink)) | (real & (real.cumsum(-1) <= self.sink))
         left = visual & ~gone & ~protected
-        return gone | self._rules.beyond(stats, left, room_for_visual(steady, view.prompt, visual & ~protected))
+        if judge is not None:  # without text, a block ranks nothing
+            left &= prompt.text[:, view.request.block_start :].any(-1, keepdim=True)
+        return gone | self._rules.beyond(stats, left, room_for_visual(steady, prompt, visual & ~protected))
 
     def redundant(self, sums: Tensor, maxima: Tensor, variance: Tensor, visual: Tensor) -> Tensor:
         """Return the visual tokens that DAP evicts: bool [B, C].
@@ -309,71 +331,52 @@ class HAE(Presets, Method):
             if not self.ddes or self.scores == "shared":
                 return Decision()
             sums = self._prompt_scores(view)
-            state.sums.append(sums)
+            state.waiting.append(Waiting(sums, view.candidates, view.positions))
             return Decision(fields=self._bin.fields(sums))
-        keep = view.prompt.real if redundant is None else view.prompt.real & ~redundant
+        real = view.request.prompt.real
+        keep = real if redundant is None else real & ~redundant
         if self.early_layers == "first" and view.request.prompt.has_visual:
             keep = state.first = keep if state.first is None else state.first
-        return self._kept(view, keep, self._sizes(view, keep))
+        return self._kept(view, keep)
 
     def _settle_earlier(self, view: PrefillView) -> list[Decision] | None:
         """Decide for the layers that have waited; with shared scores also reduce `state.keep` to the steady size."""
         state: HAEState = view.state
         idx, sizes = view.compressed_idx, state.sizes
+        keep = self._candidates(view, state.keep)  # where layers wait, they store the same tokens or have own scores
         if self.scores == "shared" and sizes is not None:
-            sums, state.sums = state.sums[0], []
-            if sizes.longer:
-                state.keep = self._shrunk(state, sums[:, None], state.keep[:, None], sizes)[:, 0]
-            # One layer's sums stand for those of all layers, which are added while decoding.
-            sums = sums * (len(view.request.layers) / len(self._layers))
-            state.shared = SharedState.of(sums, state.keep, sizes.steady, sizes.recent, self._prompt_slots(sizes))
+            keep = self._steady.shared(view, keep[:, :1], sizes, len(view.request.layers) / len(self._layers))
         elif not self._waits(view):
             return None
         elif sizes is not None:
-            waiting, state.sums = state.sums, []
-            return [Decision(keep=self._reduced(state, sums, state.keep[:, None], sizes)) for sums in waiting]
-        return [Decision(keep=state.keep[:, None])] * idx
+            waiting, state.waiting = state.waiting, []
+            return [self._steady.settled(view, each, sizes) for each in waiting]
+        return [Decision(keep=keep)] * idx
 
     def _waits(self, view: PrefillView) -> bool:
         """Whether layers before the deciding one store all tokens until it has decided."""
         return self.scores == "shared" or (self.early_layers == "wait" and view.request.prompt.has_visual)
 
-    def _kept(self, view: PrefillView, columns: Tensor, sizes: Sizes | None) -> Decision:
-        """Keep columns [B, C] of the prompt in a layer, reduced to the steady size by its own scores."""
+    def _kept(self, view: PrefillView, columns: Tensor, sizes: Sizes | None = None) -> Decision:
+        """Keep columns [B, N] of the context in a layer, reduced to the steady size by its own scores.
+
+        sizes: of the deciding layer, for the later layers of a first prompt.
+        """
         state: HAEState = view.state
-        keep = (columns.gather(1, view.positions) & view.prompt.real)[:, None]
-        if sizes is None or self.scores == "shared":
+        keep = self._candidates(view, columns)
+        if not self.ddes or self.scores == "shared":
             return Decision(keep=keep)
+        if sizes is None or view.stored is not None:
+            sizes = self._steady.sizes(view, keep[:, 0])
         sums = self._prompt_scores(view)
-        return Decision(keep=self._reduced(state, sums, keep, sizes), fields=self._bin.fields(sums))
-
-    def _reduced(self, state: HAEState, sums: Tensor, keep: Tensor, sizes: Sizes) -> Tensor:
-        """Add the next layer's bin and return the columns that it stores: bool [B, H, C]."""
-        keep = keep.expand(-1, sums.shape[1], -1)
-        if sizes.longer:
-            keep = self._shrunk(state, sums, keep, sizes)
-        state.bins.add_layer(sizes.steady, sizes.recent, self._prompt_slots(sizes))
-        return keep
-
-    def _shrunk(self, state: HAEState, sums: Tensor, keep: Tensor, sizes: Sizes) -> Tensor:
-        """Reduce columns [B, H, C] to the steady size, and count what this evicts."""
-        before = int(keep.sum())
-        keep = self._bin.shrink(sums, keep, sizes.steady, sizes.recent)
-        state.figures["evicted_prompt"] = state.figures.get("evicted_prompt", 0) + before - int(keep.sum())
-        return keep
+        return Decision(keep=self._steady.reduced(state, sums, keep, sizes), fields=self._bin.fields(sums))
 
     def _prompt_scores(self, view: PrefillView) -> Tensor:
-        return prompt_scores(view, self.prefill_rows, value_norm=self.value_norm)
+        return accumulated(view, prompt_scores(view, self.prefill_rows, value_norm=self.value_norm))
 
-    def _prompt_slots(self, sizes: Sizes) -> Tensor | None:
-        return sizes.stored if self.candidates == "prompt" else None
-
-    def _sizes(self, view: PrefillView, keep: Tensor) -> Sizes | None:
-        """Return the sizes of DDES where a layer keeps columns [B, C]; None without DDES."""
-        if not self.ddes:
-            return None
-        steady = None if self.budget is None else view.budget_tokens(self.budget, steady=True).cpu()
-        return Sizes.of(keep.sum(-1).cpu(), steady, self.recent, self.sink, shrink=self.compress_prompt)
+    def _candidates(self, view: PrefillView, columns: Tensor) -> Tensor:
+        """Return the columns [B, N] that a layer may keep: bool [B, 1 or H, C]."""
+        return at_view(columns, view)[:, None] & view.candidates
 
     # ---- decoding, results
 

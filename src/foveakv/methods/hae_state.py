@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foveakv.methods.contexts import grown, judged
 from foveakv.methods.dap import TextStats
 from foveakv.methods.ddes import BinState
 from foveakv.methods.shared_bin import SharedState
-from foveakv.methods.views import State
+from foveakv.methods.views import PromptView, State
 
 RECENT, RECENT_SHARE = 4, 4  # default `recent`: at most a quarter of l
 
@@ -51,23 +52,54 @@ def newest_kept(steady: Tensor, recent: int | None, sink: int) -> Tensor:
 
 
 @dataclass
+class Waiting(State):
+    """A layer that waits for the deciding one. sums: its prompt scores [B, H, C]. candidates: bool [B, 1 or H, C].
+    positions: int64 [B, C].
+    """
+
+    sums: Tensor
+    candidates: Tensor
+    positions: Tensor
+
+
+@dataclass
 class HAEState(State):
     """State of one request.
 
-    keep: bool [B, C], columns that the deciding layer and all later ones keep. sizes: for DDES, once decided. first:
-    bool [B, C], what early layers keep by layer 0. stats: sums of the scoring layers' statistics so far, [B, C] each.
-    sums: prompt scores: of every waiting layer, [B, H, C] each, or with shared scores their sum [B, C]. bins, shared:
-    the recycle bins, see `RecycleBin` and `shared_bin`. figures: plain values for the report.
+    Masks over the N columns of the context are bool [B, N]. keep: what the deciding layer and all later ones keep.
+    open: visual columns that DAP has not judged, since no text has come after them. judge: in a further block, those
+    that it judges now; None = all visual columns. sizes: for DDES, once decided. first: what early layers keep by layer
+    0. stats: sums of the scoring layers' statistics so far, [B, N] each. waiting: the layers before the deciding one.
+    sums: with shared scores, the sum of the scoring layers' prompt scores, [B, C]. bins, shared: the recycle bins, see
+    `RecycleBin` and `shared_bin`. figures: plain values for the report.
     """
 
     keep: Tensor
+    open: Tensor
+    judge: Tensor | None = None
     sizes: Sizes | None = None
     first: Tensor | None = None
     stats: list[Tensor] = field(default_factory=list)
-    sums: list[Tensor] = field(default_factory=list)
+    waiting: list[Waiting] = field(default_factory=list)
+    sums: Tensor | None = None
     bins: BinState = field(default_factory=BinState)
     shared: SharedState | None = None
     figures: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, request: PromptView, before: HAEState | None = None) -> HAEState:
+        """Create it for a prompt, or for a further block with the state before it."""
+        prompt, start = request.prompt, request.block_start
+        if before is None:
+            return cls(prompt.real, prompt.visual & ~judged(prompt.visual, prompt.text, 0))
+        columns = torch.arange(prompt.columns, device=prompt.kinds.device)
+        fresh = prompt.visual & (columns >= before.open.shape[1])
+        waiting = grown(before.open, prompt.columns, False) | fresh
+        judge = judged(waiting, prompt.text, start)
+        return cls(
+            prompt.real, waiting & ~judge, judge, bins=before.bins.emptied(), shared=before.shared,
+            figures=before.figures,
+        )  # fmt: skip
 
     def add_stats(self, stats: TextStats) -> None:
         """Add the statistics of a scoring layer."""
@@ -76,4 +108,11 @@ class HAEState(State):
     def add_shared_sums(self, sums: Tensor) -> None:
         """Add prompt scores [B, H, C] of a scoring layer, summed over heads."""
         pooled = sums.sum(1)
-        self.sums = [self.sums[0] + pooled] if self.sums else [pooled]
+        self.sums = pooled if self.sums is None else self.sums + pooled
+
+    def count(self, figure: str, counts: list[int]) -> None:
+        """Add counts per sequence to a figure of the report."""
+        before = self.figures.get(figure, ())
+        if len(before) == len(counts):  # else sequences were selected since, and their counts are not known
+            counts = [a + b for a, b in zip(before, counts, strict=True)]
+        self.figures[figure] = counts

@@ -21,6 +21,7 @@ from foveakv.core.selection import keep_top
 from foveakv.errors import MethodError
 from foveakv.methods.base import Method, ModelFacts
 from foveakv.methods.checks import flag, number, share
+from foveakv.methods.contexts import at_view, grown, in_context, judged, stored_prompt
 from foveakv.methods.results import Results
 from foveakv.methods.views import (
     Decision,
@@ -39,15 +40,21 @@ _IMAGES = 8  # images whose attention rows are computed at once
 
 @dataclass
 class MustDropState(State):
-    """State of one request.
+    """State of one request. Masks over the N columns of the context are bool [B, N].
 
-    stages: the filtering layers that the model has. keep: bool [B, C], columns kept by the layers so far. protected:
-    bool [B, C], key tokens, during the prefill. kept_visual: int64 [B], after the prefill.
+    stages: the filtering layers that the model has. keep: what the layers of this block have kept so far. open: visual
+    columns that have not been judged, since no text has come after them. judge: in a further block, those that are
+    judged now; None = all visual columns. gone: what the last filtering layer has evicted in any block. protected: key
+    tokens. positions: int64 [B, C] of every layer of a further block. kept_visual: int64 [B].
     """
 
     stages: list[int]
     keep: Tensor
+    open: Tensor
+    judge: Tensor | None = None
+    gone: Tensor | None = None
     protected: Tensor | None = None
+    positions: list[Tensor] = field(default_factory=list)
     kept_visual: Tensor | None = None
 
 
@@ -148,27 +155,45 @@ class MustDrop(Method):
                 f"mustdrop: layers={self.layers!r} are counted from 0, and this model compresses {count}; name one of "
                 f"0 to {count - 1}"
             )
-        return MustDropState(stages, request.prompt.real)
+        prompt = request.prompt
+        return MustDropState(stages, prompt.real, prompt.visual & ~judged(prompt.visual, prompt.text, 0))
+
+    def continue_context(self, request: PromptView, state: State | None) -> MustDropState:
+        """Find the visual tokens to judge now: those that a text token of the block comes after."""
+        made, prompt = self.begin(request), request.prompt
+        if not isinstance(state, MustDropState):
+            return made
+        fresh = torch.arange(prompt.columns, device=prompt.kinds.device) >= state.open.shape[1]
+        waiting = grown(state.open, prompt.columns, False) | (prompt.visual & fresh)
+        made.judge = judged(waiting, prompt.text, request.block_start)
+        made.open = waiting & ~made.judge
+        made.gone = None if state.gone is None else grown(state.gone, prompt.columns, False)
+        made.protected = None if state.protected is None else grown(state.protected, prompt.columns, False)
+        return made
 
     def prefill(self, view: PrefillView) -> Decision:
         """Keep the tokens that remained before this layer; a filtering layer evicts more for the layers after it."""
         state: MustDropState = view.state
         keep = state.keep
+        if view.stored is not None:
+            state.positions.append(view.positions)
         if view.compressed_idx in state.stages:
-            if state.protected is None:
+            if view.compressed_idx == state.stages[0]:
                 state.protected = self._key_tokens(view)
             state.keep = keep & ~self._dropped(view, keep, state)
-        return Decision(keep=keep[:, None])
+        return Decision(keep=at_view(keep, view)[:, None] & view.candidates)
 
     def after_prefill(self, view: PromptEndView) -> list[Decision] | None:
         """Apply the output-aware cache policy, with `decode_stage`."""
         state: MustDropState = view.state
-        state.kept_visual = (state.keep & view.request.prompt.visual).sum(-1)
-        keep, state.protected = state.keep[:, None], None
+        state.gone = ~state.keep if state.gone is None else state.gone | ~state.keep
+        state.kept_visual = (view.request.prompt.visual & ~state.gone).sum(-1)
+        first, layers, positions = state.stages[0], range(len(view.request.layers)), state.positions
+        state.positions = []
         if not self.decode_stage:
             return None
-        first = state.stages[0]
-        return [Decision(keep=keep if idx >= first else None) for idx in range(len(view.request.layers))]
+        masks = [state.keep.gather(1, each.clamp_min(0)) for each in positions] or [state.keep] * len(layers)
+        return [Decision(keep=masks[idx][:, None] if idx >= first else None) for idx in layers]
 
     def results(self, view: ResultView) -> Results:
         """Return `kept_visual`, the visual tokens of each sequence after the last filtering layer."""
@@ -176,26 +201,34 @@ class MustDrop(Method):
         return Results({} if kept is None else {"kept_visual": kept.tolist()})
 
     def _dropped(self, view: PrefillView, keep: Tensor, state: MustDropState) -> Tensor:
-        """Return the visual tokens that this layer evicts: bool [B, C]."""
-        visual = view.prompt.visual & keep
+        """Return the visual tokens that this layer evicts: bool [B, N]."""
+        judging = stored_prompt(view).visual
+        judging = judging if state.judge is None else judging & state.judge
+        visual = judging & keep
         protected = torch.zeros_like(keep) if state.protected is None else state.protected
-        rows, valid = text_rows(view.prompt, max_rows=None)
+        rows, valid = text_rows(view.prompt, max_rows=None, start=view.first_row)
         stats = head_mean_stats(view.query, view.keys, rows, valid, view.scaling, view.visible)
+        sums, maxima = in_context(stats.sums, view), in_context(stats.maxima, view)
         if self.target_visual_tokens is None:
-            return filtered(stats.sums, stats.maxima, visual, self.r, self.alpha) & ~protected
+            return filtered(sums, maxima, visual, self.r, self.alpha) & ~protected
         stages = state.stages
         wanted = stage_counts(
-            view.prompt.visual.sum(-1), self.target_visual_tokens, stages.index(view.compressed_idx) + 1, len(stages)
+            judging.sum(-1), self.target_visual_tokens, stages.index(view.compressed_idx) + 1, len(stages)
         )
-        score = torch.where(protected, stats.sums + stats.sums.amax(-1, keepdim=True) + 1, stats.sums)
+        score = torch.where(protected, sums + sums.amax(-1, keepdim=True) + 1, sums)
         return visual & ~keep_top(score.masked_fill(~visual, -torch.inf), wanted)
 
     def _key_tokens(self, view: PrefillView) -> Tensor:
-        """Return for every image the columns that its own last token attends to most: bool [B, C]."""
-        prompt = view.prompt
+        """Return for every image the columns that its own last token attends to most: bool [B, N].
+
+        In a further block, images that have no token in it keep their key tokens.
+        """
+        prompt, before = view.prompt, view.state.protected
         if self.protect == 0:
-            return torch.zeros_like(prompt.real)
-        return key_tokens(view, image_numbers(prompt), self.protect)
+            return torch.zeros_like(view.request.prompt.real)
+        images = image_numbers(prompt, view.first_row)
+        found = in_context(key_tokens(view, images, self.protect), view)
+        return found if before is None else torch.where(in_context(images >= 0, view), found, before)
 
 
 def numbers(layers: tuple[int | float, ...] | str, depth: int | None = None) -> list[int]:
@@ -249,11 +282,16 @@ def stage_counts(visual: Tensor, target: float, stage: int, stages: int) -> Tens
     return torch.tensor(counts, device=visual.device)
 
 
-def image_numbers(prompt: PromptMap) -> Tensor:
-    """Return the image that each column belongs to, counted from 0 per sequence: int64 [B, C], -1 for none."""
+def image_numbers(prompt: PromptMap, start: int = 0) -> Tensor:
+    """Return the image that each column belongs to, counted from 0 per sequence: int64 [B, C], -1 for none.
+
+    start: only images with a token from this column on are counted.
+    """
     named = torch.where(prompt.visual, prompt.index.long() * 2 + (prompt.kinds == VIDEO), -1)
     numbered = torch.full_like(named, -1)
     for b, row in enumerate(named):
+        if start:
+            row = torch.where(torch.isin(row, row[start:]), row, -1)
         found, order = row.unique(return_inverse=True)
         numbered[b] = order - int(bool((found < 0).any()))
     return numbered

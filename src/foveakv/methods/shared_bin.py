@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foveakv.errors import MethodError
 from foveakv.methods.ranking import mark_highest
-from foveakv.methods.views import Decision, DecodeView, State
+from foveakv.methods.views import Decision, DecodeView, PrefillView, State
 
 _OPEN = 2**62
 
@@ -41,13 +41,34 @@ class SharedState(State):
 
     @classmethod
     def of(
-        cls, sums: Tensor, keep: Tensor, steady: Tensor, recent: Tensor, prompt: Tensor | None = None
+        cls,
+        sums: Tensor,
+        keep: Tensor,
+        steady: Tensor,
+        recent: Tensor,
+        prompt: Tensor | None = None,
+        before: SharedState | None = None,
     ) -> SharedState:
-        """Create it at the end of a prompt: sums [B, C], scores of its columns; keep bool [B, C], stored columns."""
+        """Create it at the end of a prompt or block: sums [B, C], scores of its columns; keep bool [B, C], stored ones.
+
+        before: the state before the block, whose figures go on.
+        """
         counts = keep.sum(-1, keepdim=True)
         order = (~keep).to(torch.int8).argsort(dim=-1, stable=True)[:, : int(counts.max())]
         inside = torch.arange(order.shape[1], device=order.device) < counts
-        return cls(sums.gather(1, order).masked_fill(~inside, 0), steady.cpu(), recent.cpu(), prompt)
+        made = cls(sums.gather(1, order).masked_fill(~inside, 0), steady.cpu(), recent.cpu(), prompt)
+        if before is not None:
+            made.peak, made.evicted_decode = before.peak, before.evicted_decode
+        return made
+
+    def at_view(self, view: PrefillView) -> Tensor:
+        """Return the scores at the columns of a further block's view, 0 for the block: [B, C]."""
+        stored = view.candidates[:, 0].clone()
+        stored[:, view.first_row :] = False
+        if not self.scores.shape[1]:
+            return self.scores.new_zeros(stored.shape)
+        place = (stored.cumsum(-1) - 1).clamp(0, self.scores.shape[1] - 1)
+        return self.scores.gather(1, place).masked_fill(~stored, 0)
 
     def figures(self) -> dict[str, object]:
         """Return plain values for reports."""
