@@ -59,6 +59,8 @@ def item() -> Item:
 def test_replayed_prefill_equals_a_real_one(family: str, name: str) -> None:
     if family == "llama" and matrix.method(name).visual_only:
         pytest.skip("a text model has no visual tokens")
+    if matrix.in_one_pass(name):
+        pytest.skip("its second pass is not recorded, so its prefills are not replayed")
     model = matrix.model(family)
     inputs = families.prompt(family)
     decoder = GreedyDecoder(model, tiny_folder.tokenizer())

@@ -102,11 +102,13 @@ def test_refusals_name_what_is_lacking(lacking: str, name: str, options: dict[st
 def test_preallocated_slots_refuse_what_acts_later(name: str) -> None:
     """With the reason, before any token is read; and take everything else."""
     model, method = matrix.model("llava"), matrix.method(name)
-    if not {"decode", "read"} & set(method.decides):
+    if not {"decode", "read"} & set(method.decides) and not method.observes.second_pass:
         assert PREALLOCATED.refusal(method) is None
         foveakv.cache_for(model, method, preallocate=4)
         return
     what = "reads chunks" if method.retrieves else "evicts while decoding"
+    if method.observes.second_pass:
+        what = "needs a second pass"
     for make in (foveakv.cache_for, foveakv.compress):
         with pytest.raises(MethodError, match=f"{name} is not supported here: it {what}.*preallocated.*; remove"):
             make(model, method, preallocate=4)

@@ -37,7 +37,7 @@ def test_repeating_and_selecting_sequences(name: str) -> None:
     assert largest_difference(got, want) < 1e-9
 
 
-@pytest.mark.parametrize("name", [name for name in matrix.METHODS if name not in ("hae", "h2o", "streaming")])
+@pytest.mark.parametrize("name", [name for name in matrix.METHODS if not matrix.method(name).evicts_while_decoding])
 def test_cropping(name: str) -> None:
     model, argument = matrix.model("llava", torch.float64), matrix.cache_argument("llava")
     inputs = unmasked(families.prompt("llava", dtype=torch.float64))

@@ -74,6 +74,7 @@ def test_every_method_takes_the_options_or_says_why_not(name: str) -> None:
     CacheOptions(kv_dtype="int4").check(method)
     for options in (CacheOptions(max_decode_slots=4), CacheOptions(preallocate=4)):
         changes = method.evicts_while_decoding or method.retrieves or method.observes.attention_sum
+        changes = changes or method.observes.second_pass
         if method.evicts_while_decoding or (options.preallocate and changes):
             with pytest.raises(errors.MethodError, match=name):
                 options.check(method)

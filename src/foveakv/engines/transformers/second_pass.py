@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from foveakv.engines.transformers import compat
 from foveakv.errors import UnsupportedModeError, UnsupportedModelError
 
-_ROWS = 512  # query rows per attention call, to bound the size of the mask
+_ROWS = 256  # query rows per attention call, to bound the size of the mask
 
 
 def check_supported(model: compat.PreTrainedModel) -> None:
