@@ -200,7 +200,7 @@ class HybridKV(Presets, Method):
         # Dynamic heads also keep one complete chunk, in case their budget is too small to retrieve.
         newest = candidates.sum(-1) % state.chunk + state.chunk
         keep = static[..., None] | (from_end(candidates) <= newest[..., None])
-        return Decision(keep=keep, offload=self._offload(state, ~static))
+        return Decision(keep=keep & candidates, offload=self._offload(state, ~static))
 
     def after_prefill(self, view: PromptEndView) -> list[Decision]:
         """Allocate a budget to every head and reduce all layers to it."""
