@@ -9,11 +9,13 @@ import matrix
 import pytest
 import torch
 from plain_blocks import DIM, GROUP, HEADS, LAYERS, SCALING, Context, kinds_of
+from plain_slots import PlainSlots
+from plain_views import attention_sum
 from torch import Tensor
 
 from foveakv import methods
 from foveakv.core.budget import Geometry
-from foveakv.methods import Decision, Method, ModelFacts, PrefillView, PromptEndView, PromptView
+from foveakv.methods import Decision, DecodeView, Method, ModelFacts, PrefillView, PromptEndView, PromptView
 
 FIRST = "ttiiiiiiiitttiiiiiiiiiitttttttttttttttt", ".....ttiiiiiiiiiiiiiitttttiiiiittttttttt"
 TURN = "tttiiiiiiiiiiiittttttttttt", "...tiiiiiiiiiiiiiiiiiitttt"
@@ -209,6 +211,66 @@ def test_dynamic_heads_that_read_no_chunk_are_static_in_further_blocks() -> None
     found.read(found.method, BLOCKS[1])
     assert found.state.heads.static.all()
     assert (found.counts() == 3).all()
+
+
+def decode(found: Context, steps: int) -> list[list[Tensor]]:
+    """Decode tokens after what has been read; return the positions [B, H, M] of all layers after every step."""
+    batch, generator, seen = len(found.prompt.kinds), torch.Generator().manual_seed(5), found.seen
+    places = torch.arange(seen).expand(batch, -1)
+    layers = []
+    for idx in range(LAYERS):
+        keep = found.stored[idx][..., :seen]
+        slots = PlainSlots(found.layers[idx][1][:, :, :seen], places, keep)
+        for name, values in found.fields[idx].items():
+            order = (~keep).to(torch.int8).argsort(dim=-1, stable=True)[..., : slots.max_length]
+            slots.add_field(name, values[..., :seen].gather(-1, order))
+        layers.append(slots)
+    held = []
+    for _ in range(steps):
+        seen += 1
+        for idx, slots in enumerate(layers):
+            query, key = (
+                torch.randn(batch, heads, 1, DIM, generator=generator, dtype=torch.float64)
+                for heads in (HEADS * GROUP, HEADS)
+            )
+            slots.append(key, torch.tensor([seen - 1]))
+            sums = attention_sum(slots, query, seen) if found.method.observes.attention_sum else None
+            shared = idx, idx, query, SCALING, found.request, found.state
+            decision = found.method.decode(DecodeView(*shared, slots, seen, sums)) or Decision()
+            if decision.evict is not None:
+                slots.evict(decision.evict.slots, decision.evict.counts)
+            if decision.keep is not None:
+                slots.keep(decision.keep)
+        held.append([slots.positions().clone() for slots in layers])
+    return held
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "most"),
+    [
+        ("h2o", {"budget": 15}, 15),
+        ("hae", {"score_layer": 1, "budget": 15, "recycle_bin_size": 4}, 18),
+        ("hae", {"score_layer": 1, "budget": 15, "recycle_bin_size": 4, "mode": "mark", "restore": False}, 18),
+        ("hae", {"score_layer": 1, "budget": 15, "recycle_bin_size": 4, "scores": "shared"}, 19),
+        ("hae", {"score_layer": 1, "budget": 15, "recycle_bin_size": 1, "sink": 2, "candidates": "prompt"}, 15),
+    ],
+)
+def test_decoding_after_blocks_holds_the_steady_size(name: str, options: dict[str, Any], most: int) -> None:
+    found = read(matrix.method(name, **options))
+    for step in decode(found, 40):
+        counts = torch.stack([(positions >= 0).sum(-1) for positions in step])
+        assert 15 <= int(counts.min())
+        assert int(counts.max()) <= most
+
+
+def test_the_ring_of_streaming_goes_on_after_blocks() -> None:
+    found = read(matrix.method("streaming", budget=12, sink=3))
+    for step, held in enumerate(decode(found, 30), 1):
+        for b in range(2):
+            real = [c for c in range(found.seen) if found.prompt.real[b, c]] + list(
+                range(found.seen, found.seen + step)
+            )
+            assert sorted(held[0][b, 0].tolist()) == real[:3] + real[-9:]
 
 
 # ---- against definitions of a few lines
