@@ -16,6 +16,7 @@ _HOME = {
     "CompressedCache": "foveakv.engines.transformers.cache",
     "Report": "foveakv.engines.transformers.report",
     "Pool": "foveakv.memory.pool",
+    "load_cache": "foveakv.engines.transformers.saving",
     "stream": "foveakv.streams",
     "FrameStream": "foveakv.streams",
     "StreamReport": "foveakv.streams",
@@ -41,6 +42,7 @@ __all__ = [
     "cache_for",
     "compress",
     "load",
+    "load_cache",
     "read_images",
     "sample_prompt",
     "stream",
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from foveakv.engines.transformers.cache import CompressedCache
     from foveakv.engines.transformers.options import CacheOptions
     from foveakv.engines.transformers.report import Report
+    from foveakv.engines.transformers.saving import load_cache
     from foveakv.engines.transformers.session import Session
     from foveakv.errors import FoveaKVError
     from foveakv.memory.pool import Pool

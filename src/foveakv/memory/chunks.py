@@ -124,6 +124,11 @@ class ChunkStore:
         self._keys, self._values = parts
         return digests
 
+    def loaded(self) -> None:
+        """After a store was made from a saved one, whose chunks are in memory now, wherever they were."""
+        self._staging = None
+        self.place = "host" if self.place == "disk" else self.place
+
     # ---- accounting
 
     @property

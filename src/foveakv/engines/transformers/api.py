@@ -55,7 +55,7 @@ def cache_for(
         options: the cache's options; or give the fields of `CacheOptions` as keyword arguments.
 
     Returns:
-        An empty cache for one prompt and its continuations; `cache.report` has slots, bytes and times.
+        An empty cache for one prompt and its continuations; `foveakv.Report.of(cache)` has slots, bytes and times.
 
     Raises:
         MethodError: an option that is unknown, invalid, or not supported by this method or model.

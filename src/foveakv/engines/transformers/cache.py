@@ -7,6 +7,7 @@ attention, then the method decides what to keep), and the last layer calls `end_
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from foveakv.core.budget import Geometry
 from foveakv.core.prompt import PromptMap
 from foveakv.engines.transformers import compat, contexts, forks
 from foveakv.engines.transformers.blocks import Block, BlockReport, Reads
+from foveakv.engines.transformers.contents import Contents
 from foveakv.engines.transformers.decision_checks import check_stream_layer, decisions_of_layers
 from foveakv.engines.transformers.decisions import Storage
 from foveakv.engines.transformers.joined_positions import Placed
@@ -103,6 +105,7 @@ class CompressedCache(compat.Cache):
         self.trace: list[dict[int, Tensor]] | None = [] if self.trace_wanted else None
         self.model_state: list[Any] = []  # M-RoPE offsets that some models store on themselves between calls
         self.placed = Placed()  # where the next token is, for joined decode steps
+        self.contents = Contents() if self.options.saveable else None  # what was read
         self.kinds_known = True  # False: the inputs are embeddings without mm_token_type_ids
         self.forward_tokens: int | None = None
         self.last_chunk = True
@@ -129,6 +132,32 @@ class CompressedCache(compat.Cache):
         """
         return forks.fork(self)
 
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the cache to a file, for `foveakv.load_cache`: slots in use as they are stored, and all that goes on.
+
+        Needs `saveable=True`. The file is keyed by the model, the version of transformers, the method, its options and
+        the cache's, and by what was read. It is written as a whole or not at all.
+
+        Raises:
+            UnsupportedModeError: the cache was made without `saveable=True`, or has preallocated slots.
+            CacheInUseError: the prompt is not complete, a pass failed, or the model does not exist any more.
+            StoreError: the file cannot be written, or a method's state or option cannot be.
+        """
+        from foveakv.engines.transformers.saving import save
+
+        save(self, path)
+
+    @property
+    def token_ids(self) -> Tensor:
+        """Token ids of all that was read, int64 [B, tokens], -1 for embeddings. Needs `saveable=True`.
+
+        Raises:
+            CacheInUseError: nothing was read or recorded.
+        """
+        if self.contents is None or not self.contents.tokens:
+            raise CacheInUseError("this cache has recorded no tokens; make it with saveable=True and read a prompt")
+        return self.contents.ids()
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UnsupportedModeError(
             "a compressed cache cannot be pickled: it belongs to a model of this process; use copy.deepcopy(cache) for "
@@ -150,6 +179,8 @@ class CompressedCache(compat.Cache):
         super().crop(tokens_to_remove)
         if self.context is not None and self.context.columns > self.seen:
             self.context = PromptMap(self.context.kinds[:, : self.seen], self.context.index[:, : self.seen])
+        if self.contents is not None:
+            self.contents.crop(self.seen)
         if self.clock is not None:
             self.clock.end(self.seen - before)
 
@@ -172,6 +203,8 @@ class CompressedCache(compat.Cache):
 
     def _select(self, index: Tensor) -> None:
         self.placed.select(index)
+        if self.contents is not None:
+            self.contents.select(index)
         if self.prompt is not None:
             index = index.to(self.prompt.kinds.device)
             self.prompt = self.prompt.select(index)

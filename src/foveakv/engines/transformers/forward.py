@@ -104,6 +104,8 @@ def _compressed(
             if first is not None:
                 second_pass.run(decoder, first, cache.seen)
         cache.end_forward(attached.model_state())
+        if cache.contents is not None:
+            cache.contents.note(_ids(kwargs), kwargs)
         return output
     except BaseException:
         if cache.forward_tokens is not None or cache.seen == 0:  # incomplete, or nothing has been read yet

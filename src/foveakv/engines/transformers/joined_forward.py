@@ -42,5 +42,8 @@ def run_joined(original: Original, joined: JoinedCache, kwargs: dict[str, Any]) 
     call = Call(None)
     with attached.entered(call), joined.step(model.dtype.itemsize):
         output = original(**kwargs)
+    for number, (member, rows) in enumerate(zip(joined.members, joined.rows, strict=True)):
+        if member.contents is not None and number not in joined.errors:
+            member.contents.note(tokens[rows] if tokens.ndim == 2 else tokens.new_full((1, 1), -1), {})
     joined.raise_errors(output)
     return output

@@ -57,6 +57,7 @@ class CacheOptions:
             the "first" prompt, or a number of first tokens.
         pool: a `foveakv.Pool` that slots are stored in, so that caches share its memory, and forks of a cache share
             slots (see docs/pool.md). None: each layer has buffers of its own.
+        saveable: record what is read, so that `cache.save` can write the cache to a file (see docs/contexts.md).
 
     Raises:
         MethodError: an invalid value, or options that exclude each other.
@@ -74,12 +75,14 @@ class CacheOptions:
     keep_text: bool | None = None
     pinned: Literal["none", "system", "first"] | int = "none"
     pool: Pool | None = None
+    saveable: bool = False
 
     def __post_init__(self) -> None:
         quantizer.check_options(self.kv_dtype, self.residual_length)
         if self.backend != "auto" and (not isinstance(self.backend, str) or self.backend not in BACKENDS):
             raise MethodError(f"no attention backend {self.backend!r}; choose 'auto' or one of {sorted(BACKENDS)}")
         checks.flag("cache options", "trace", self.trace)
+        checks.flag("cache options", "saveable", self.saveable)
         self._check_blocks()
         if self.max_decode_slots is not None:
             checks.whole_number(
@@ -98,6 +101,7 @@ class CacheOptions:
             "kv_dtype": self.kv_dtype is not None,
             "max_decode_slots": self.max_decode_slots is not None,
             "trace": self.trace,
+            "saveable": self.saveable,
             "backend": self.backend != "auto",
             'turns="compress"': self.turns == "compress",
             'chunks="compress"': self.chunks == "compress",
