@@ -48,7 +48,8 @@ def from_parts(parts: dict[str, Any], device: torch.device, pool: Pool | None = 
     """
     batch, heads, quantized = parts["batch"], parts["heads"], parts["quantized"]
     keys, values = parts["keys"].to(device), parts["values"].to(device)
-    quantizer, length, like = None, 0, (keys[:0], values[:0])
+    quantizer, length = None, 0
+    like_keys, like_values = keys[:0], values[:0]
     if quantized is not None:
         quantizer = Quantizer(
             quantized["kind"], quantized["dim"], quantized["value_dim"],
@@ -56,13 +57,15 @@ def from_parts(parts: dict[str, Any], device: torch.device, pool: Pool | None = 
         )  # fmt: skip
         window = quantized["window"]
         length = 0 if window is None else window["length"]
-        like = tuple(
+        like_keys, like_values = (
             torch.empty(0, width, dtype=quantized["dtype"], device=device)
             for width in (quantizer.dim, quantizer.value_dim)
-        )  # type: ignore[assignment]
-    memory = {} if pool is None else {"pool": pool}
-    make = Segments if pool is None else PagedSegments
-    segments = make(batch, heads, *like, quantizer, length, **memory)
+        )
+    segments = (
+        Segments(batch, heads, like_keys, like_values, quantizer, length)
+        if pool is None
+        else PagedSegments(batch, heads, like_keys, like_values, quantizer, length, pool=pool)
+    )
     lengths = parts["lengths"]
     segments._reserve(lengths)
     segments._allocate(lengths)

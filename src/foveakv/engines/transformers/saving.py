@@ -1,7 +1,7 @@
 """Save a compressed cache to a file, and load it for the same model: `cache.save(path)`, `foveakv.load_cache`.
 
 A file is in the safetensors format: slots in use, quantized as they are stored, and JSON in its header. It is keyed by
-the model, the version of transformers, the method and its options, and by what was read: token ids and digests of images.
+the model, the version of transformers, the method and its options, and what was read: token ids, digests of images.
 """
 
 from __future__ import annotations
