@@ -99,19 +99,19 @@ def test_another_prompt_method_or_model_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "cache"
     cache.save(path)
     other = {**inputs, "pixel_values": inputs["pixel_values"] + 1}
-    with pytest.raises(errors.InputError, match="other images.*pixel_values"):
+    with pytest.raises(errors.InputError, match=r"other images.*pixel_values"):
         foveakv.load_cache(path, model, inputs=other)
     with pytest.raises(errors.InputError, match="pixel_values"):
         foveakv.load_cache(path, model, inputs={"input_ids": inputs["input_ids"]})
     with pytest.raises(errors.InputError, match="another text"):
         foveakv.load_cache(path, model, inputs={**inputs, "input_ids": inputs["input_ids"] + 1})
-    with pytest.raises(errors.InputError, match="budget: saved with 0.5, now 0.4"):
+    with pytest.raises(errors.InputError, match=r"budget: saved with 0.5, now 0.4"):
         foveakv.load_cache(path, model, method=matrix.method("snapkv", budget=0.4))
     with pytest.raises(errors.InputError, match="method: saved with 'snapkv', now 'adakv'"):
         foveakv.load_cache(path, model, method=matrix.method("adakv"))
     with pytest.raises(errors.InputError, match="model: saved with"):
         foveakv.load_cache(path, matrix.model("qwen2_5_vl", torch.float64))
-    with pytest.raises(errors.InputError, match="dtype: saved with 'torch.float64', now 'torch.float32'"):
+    with pytest.raises(errors.InputError, match=r"dtype: saved with 'torch.float64', now 'torch.float32'"):
         foveakv.load_cache(path, families.build("llava"))
     edit(path, lambda header: header["key"].update(transformers="4.0.0"))
     with pytest.raises(errors.InputError, match=r"transformers: saved with '4\.0\.0'"):
@@ -170,7 +170,7 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
     with pytest.raises(errors.CacheInUseError, match="not complete"):
         foveakv.cache_for(model, matrix.method("snapkv"), saveable=True).save(tmp_path / "cache")
     cache.state = Odd(print)
-    with pytest.raises(errors.StoreError, match="its state.what is a builtin_function_or_method"):
+    with pytest.raises(errors.StoreError, match=r"its state.what is a builtin_function_or_method"):
         cache.save(tmp_path / "cache")
     assert list(tmp_path.iterdir()) == []
 
@@ -188,8 +188,8 @@ def test_every_attribute_is_saved_or_named() -> None:
     cache = foveakv.cache_for(model, matrix.method("snapkv"), saveable=True)
     known = set(vars(cache)) - set(NOT_SAVED)
     assert known == {
-        "state", "prompt", "context", "blocks", "block_peak", "turn_start", "first_columns", "first_lengths", "undecided",
-        "_request", "model_state", "placed", "contents", "kinds_known", "peak_nbytes", "prefill_seconds", "steps",
+        "state", "prompt", "context", "blocks", "block_peak", "turn_start", "first_columns", "first_lengths",
+        "undecided", "_request", "model_state", "placed", "contents", "kinds_known", "peak_nbytes", "prefill_seconds", "steps",
     }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Objects of a cache as JSON and tensors, and back, without pickle.
 
-Loading makes objects of known classes only, and calls none of their code: classes of this library, and states of methods
-whose module is imported already. Segments are taken apart by functions of their own.
+Loading makes objects of known classes only, and calls none of their code: classes of this library, and states of
+methods whose module is imported already. Segments are taken apart by functions of their own.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ _HEADER = "foveakv"
 # Attributes of a cache that are not part of its file: they belong to this process, are derived, or are set by loading.
 NOT_SAVED = (
     "layers", "layer_class_to_replicate", "offloading", "config", "method", "options", "storage", "owner", "hold",
-    "preallocated", "backend", "max_decode_slots", "kv_dtype", "residual_length", "trace_wanted", "trace", "clock", "stream",
-    "block", "forward_tokens", "last_chunk", "_prefilling", "_started", "_new_positions", "only_non_sliding",
+    "preallocated", "backend", "max_decode_slots", "kv_dtype", "residual_length", "trace_wanted", "trace", "clock",
+    "stream", "block", "forward_tokens", "last_chunk", "_prefilling", "_started", "_new_positions", "only_non_sliding",
     "prefetch_stream",
 )  # fmt: skip
 _NOT_OF_LAYERS = ("_cache", "_dense", "_queries", "_first_pass")
