@@ -184,7 +184,7 @@ def feature(offset: int, length: int, modality: str = "image", is_embed: Any = N
 def request(req_id: str = "a", features: Any = None, extra: Any = None) -> Any:
     return SimpleNamespace(
         request_id=req_id, num_prompt_tokens=PROMPT, num_computed_tokens=0,
-        mm_features=[feature(3, 14)] if features is None else features,
+        max_tokens=16, mm_features=[feature(3, 14)] if features is None else features,
         sampling_params=SimpleNamespace(extra_args=extra),
     )  # fmt: skip
 

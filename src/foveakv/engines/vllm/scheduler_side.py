@@ -54,6 +54,8 @@ class SchedulerSide:
             if not prompt.has_visual:
                 return
             read_prompt(self._create(choice), prompt, self._sizes)  # the method checks its settings against the prompt
+            if request.max_tokens == 1:
+                return  # the only token comes from the whole prompt; beam search asks for one token at a time
         except FoveaKVError as error:
             _log.error("FoveaKV: request %s is refused: %s", request.request_id, error)
             self._refused.add(request.request_id)
