@@ -104,9 +104,10 @@ class FoveaKVConnector(KVConnectorBase_V1):
         return FreedMetadata(freed) if freed else None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Fail the refused requests."""
+        """Fail the refused requests. vLLM frees their blocks once they have finished receiving, too."""
         results = super().get_transfer_results(finished_req_ids)
         results.failed_recving.update(self._failing)
+        results.finished_recving.update(self._failing)
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -133,6 +134,8 @@ class FoveaKVConnector(KVConnectorBase_V1):
         """Choose what happens to a request."""
         assert self.scheduler is not None
         self.scheduler.add(request)
+        if self.scheduler.compresses(request.request_id):
+            private.keep_out_of_prefix_cache(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Let refused requests wait for a transfer that the worker reports as failed; vLLM then ends them."""
@@ -168,6 +171,8 @@ class FoveaKVConnector(KVConnectorBase_V1):
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request and report on it."""
         assert self.scheduler is not None
+        if self.scheduler.compresses(request.request_id):
+            private.forget_hashes(self._kv_cache_manager, block_ids)
         return False, self.scheduler.end(request.request_id)
 
 

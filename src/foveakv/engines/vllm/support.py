@@ -19,8 +19,6 @@ def check_config(config: Any, kv_cache_config: Any) -> None:
     """
     parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
     refusals = {
-        "prefix caching: blocks whose content changes must not be found by their hash; pass "
-        "enable_prefix_caching=False (--no-enable-prefix-caching)": cache.enable_prefix_caching,
         "speculative decoding; leave speculative_config out": config.speculative_config is not None,
         "LoRA; leave enable_lora out": config.lora_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
