@@ -16,8 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from foveakv.engines.vllm import model_facts, private, support
-from foveakv.engines.vllm.cpu_store import CPUStore
+from foveakv.engines.vllm import model_facts, platforms, private, support
 from foveakv.engines.vllm.plan import Freed, Plan
 from foveakv.engines.vllm.scheduler_side import SchedulerSide
 from foveakv.engines.vllm.settings import ENGINE, Choice, parse
@@ -52,7 +51,7 @@ class FoveaKVConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         private.check()
         settings = parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        support.check_config(vllm_config, kv_cache_config)
+        support.check_config(vllm_config, kv_cache_config, settings.allow_unverified)
         super().__init__(vllm_config, role, kv_cache_config)
         sizes = support.geometry_of(vllm_config, kv_cache_config)
         facts = model_facts.facts_of(vllm_config.model_config, sizes.layers)
@@ -84,7 +83,7 @@ class FoveaKVConnector(KVConnectorBase_V1):
         scaling = support.check_layers(layers.values())
         self.worker = WorkerSide(self._create, self._sizes, scaling, private.TensorParallel())
         size = self._vllm_config.cache_config.block_size
-        self.worker.store = CPUStore(layers, kv_caches, size)
+        self.worker.store = platforms.store_of(layers, kv_caches, size)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Start a step: vLLM calls this before it builds the attention metadata."""

@@ -31,7 +31,7 @@ class CPUStore:
         """
         self.size = size
         self.names = sorted(caches, key=extract_layer_index)
-        self.index = {name: idx for idx, name in enumerate(self.names)}
+        self.index: Mapping[str, int] = {name: idx for idx, name in enumerate(self.names)}
         self._layers = [layers[name] for name in self.names]
         self._caches = [caches[name] for name in self.names]
         for cache in self._caches:

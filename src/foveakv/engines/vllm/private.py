@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from foveakv.engines.vllm.platforms import register_backends
 from foveakv.engines.vllm.settings import CONNECTOR
 from foveakv.errors import MissingDependencyError, UnsupportedModeError
 
@@ -35,7 +36,7 @@ def tested(found: str) -> bool:
 
 
 def register() -> None:
-    """Register the connector and the attention backend; vLLM calls this at start in each of its processes.
+    """Register the connector and the attention backends; vLLM calls this at start in each of its processes.
 
     With a version that the plugin was not tested with, only the connector is registered, which then refuses to start.
     Nothing changes for engines that do not use it.
@@ -45,9 +46,7 @@ def register() -> None:
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR, "foveakv.engines.vllm.connector", CONNECTOR)
     if tested(version()):
-        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
-        register_backend(AttentionBackendEnum.CPU_ATTN, "foveakv.engines.vllm.cpu_backend.Backend")
+        register_backends()
 
 
 def check() -> None:
@@ -114,7 +113,7 @@ def forget_hashes(manager: Any, ids: Iterable[int]) -> None:
 def free_entries(manager: Any, req_id: str, entries: Sequence[int]) -> None:
     """Return blocks of a running request to the pool; the null block takes their place in its table."""
     ids = block_ids(manager, req_id)
-    forget_hashes(manager, ids[entries[0] : entries[-1] + 1])
+    forget_hashes(manager, [ids[each] for each in entries])
     manager.coordinator.single_type_managers[0]._remove_blocks_in_range(req_id, entries[0], entries[-1] + 1)
 
 

@@ -58,10 +58,15 @@ class Choice:
 
 @dataclass(frozen=True)
 class Settings:
-    """What an engine was started with. default: for requests that choose nothing. per_request: whether they may."""
+    """What an engine was started with.
+
+    default: for requests that choose nothing. per_request: whether they may. allow_unverified: whether it may run where
+    the plugin has not been verified.
+    """
 
     default: Choice
     per_request: bool = True
+    allow_unverified: bool = False
 
     def of_request(self, extra_args: Mapping[str, Any] | None) -> Choice:
         """Return the choice of a request.
@@ -98,13 +103,15 @@ def parse(extra_config: Mapping[str, Any]) -> Settings:
         MethodError: a setting is missing, unknown or invalid, or vLLM cannot run the method.
     """
     what = "kv_connector_extra_config"
-    choice = _choice(extra_config, what, ("method", "options", "per_request"))
-    per_request = extra_config.get("per_request", True)
-    if not isinstance(per_request, bool):
-        raise MethodError(f"{what}: per_request must be true or false, got {per_request!r}")
+    flags = {"per_request": True, "allow_unverified": False}
+    choice = _choice(extra_config, what, ("method", "options", *flags))
+    for name, default in flags.items():
+        flags[name] = extra_config.get(name, default)
+        if not isinstance(flags[name], bool):
+            raise MethodError(f"{what}: {name} must be true or false, got {flags[name]!r}")
     if not choice.off:
         choice.create()
-    return Settings(choice, per_request)
+    return Settings(choice, **flags)
 
 
 def _choice(given: Any, what: str, known: tuple[str, ...]) -> Choice:
