@@ -71,9 +71,9 @@ def store_of(layers: Mapping[str, Any], caches: Mapping[str, Tensor], size: int)
     from foveakv.engines.vllm.flash_store import FlashStore
 
     found = {type(each.impl) for each in layers.values()}
-    if found == {cpu_backend.Impl}:
+    if all(issubclass(each, cpu_backend.Impl) for each in found):
         return CPUStore(layers, caches, size)
-    if found == {flash_backend.Impl}:
+    if all(issubclass(each, flash_backend.Impl) for each in found):
         return FlashStore({name: caches[name] for name in sorted(caches, key=extract_layer_index)}, size)
     names = ", ".join(sorted(each.__name__ for each in found))
     raise UnsupportedModeError(
