@@ -21,16 +21,22 @@ from vllm.v1.attention.backends.cpu_attn import (
 from foveakv.engines.vllm.block_layout import entries_of, slots_of
 from foveakv.engines.vllm.connector import FoveaKVConnector
 from foveakv.engines.vllm.plan import Chunk
-from foveakv.engines.vllm.worker_side import Replay, WorkerSide, compressed_row
+from foveakv.engines.vllm.replay import Segment
+from foveakv.engines.vllm.stored import Step
+from foveakv.engines.vllm.worker_side import WorkerSide, compressed_row
 
 
 @dataclass
 class Metadata(CPUAttentionMetadata):
-    """Adds the chunks of prompts to compress, and what is replayed. rows: first row of each chunk in the batch."""
+    """Adds what the plugin does in each layer.
 
-    chunks: list[Chunk] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    replays: list[tuple[int, Replay, CPUAttentionMetadata]] = field(default_factory=list)
+    chunks: chunks of prompts to compress, with their first row in the batch. steps: later steps whose queries a method
+    sees. replays: segments to attend to again, with their rows and the metadata of a batch of one (None: no tokens).
+    """
+
+    chunks: list[tuple[int, Chunk]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    replays: list[tuple[Segment, slice, CPUAttentionMetadata | None]] = field(default_factory=list)
 
 
 class Builder(CPUAttentionMetadataBuilder):
@@ -48,52 +54,62 @@ class Builder(CPUAttentionMetadataBuilder):
         common = common_attn_metadata
         starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist()
         tables, changed = common.block_table_tensor, False
-        chunks: list[tuple[int, int, Chunk]] = []
+        chunks: list[tuple[int, Chunk]] = []
+        steps: list[tuple[int, Step, bool]] = []
         for i, first in enumerate(tables[: common.num_reqs, 0].tolist()):
             chunk = worker.chunk_at(first)
             if chunk is not None:
-                chunks.append((i, starts[i], chunk))
+                chunks.append((starts[i], chunk))
+                again = worker.chunk_step(chunk, starts[i])
+                if again is not None:
+                    steps.append((i, again, True))
                 continue
             known = worker.compressed_at(first)
-            if known is None or known.evicted == 0:
+            if known is None:
+                continue
+            new = starts[i + 1] - starts[i]
+            row = compressed_row(known, tables[i], lengths[i], new, self.block_size)
+            step = worker.decode_step(known, row.table, lengths[i] - new, lengths[i], starts[i])
+            if step is not None:
+                steps.append((i, step, False))
+            if known.evicted == 0:
                 continue
             if not changed:
                 tables, new_lengths, changed = tables.clone(), common.seq_lens.clone(), True
-            new = starts[i + 1] - starts[i]
-            row = compressed_row(known, tables[i], lengths[i], new, self.block_size)
             tables[i], new_lengths[i] = row.table, row.length
             common.slot_mapping[starts[i] : starts[i + 1]] = row.slots
         if changed:
             common = replace(common, block_table_tensor=tables, seq_lens=new_lengths)
         built = super().build(common_prefix_len, common, fast_build)
-        if not chunks:
+        if not chunks and not steps:
             return built
         own = Metadata(**{each.name: getattr(built, each.name) for each in fields(built)})
-        own.chunks, own.rows = [chunk for _, _, chunk in chunks], [start for _, start, _ in chunks]
-        for i, start, chunk in chunks:
-            replay = worker.replay_of(chunk)
-            if replay is not None:
-                own.replays.append((start, replay, self._replayed(common_attn_metadata, i, replay)))
+        own.chunks, own.steps = chunks, [step for _, step, _ in steps]
+        for i, step, compact in steps:
+            for segment in worker.segments_of(step, compact=compact):
+                rows = slice(step.row + segment.start - step.start, step.row + segment.stop - step.start)
+                alone = self._alone(common_attn_metadata, i, segment, rows, step.blocks)
+                own.replays.append((segment, rows, alone))
         return own
 
-    def _replayed(self, common: Any, i: int, replay: Replay) -> CPUAttentionMetadata:
-        """Return the metadata of the decoded tokens of a request that is recomputed, as a batch of one."""
-        new, length = replay.stop - replay.start, replay.stored.shape[0]
-        first = int(common.query_start_loc_cpu[i]) + replay.start
-        entries = entries_of(length, self.block_size)
-        table = common.block_table_tensor[i : i + 1, :entries].clone()
+    def _alone(self, common: Any, i: int, segment: Segment, rows: slice, blocks: Tensor) -> CPUAttentionMetadata | None:
+        """Return the metadata of a segment of request i, as a batch of one."""
+        new, length = segment.stop - segment.start, segment.length
+        if new == 0:
+            return None
+        table = blocks[: entries_of(length, self.block_size)][None].to(common.block_table_tensor.dtype)
         ends = torch.tensor([0, new], dtype=common.query_start_loc.dtype)
         alone = replace(
             common, query_start_loc=ends, query_start_loc_cpu=ends, num_reqs=1, num_actual_tokens=new,
             seq_lens=torch.tensor([length], dtype=common.seq_lens.dtype), max_query_len=new, max_seq_len=length,
-            block_table_tensor=table, positions=common.positions[first : first + new],
+            block_table_tensor=table, positions=common.positions[rows],
             slot_mapping=slots_of(table[0], torch.arange(length - new, length), self.block_size),
         )  # fmt: skip
         return super().build(0, alone)
 
 
 class Impl(CPUAttentionBackendImpl):
-    """Keeps the query rows that methods observe."""
+    """Keeps the query rows that methods observe, and replays decoded tokens of recomputed requests."""
 
     def forward(
         self,
@@ -113,13 +129,15 @@ class Impl(CPUAttentionBackendImpl):
         if worker is None:
             return found
         idx = worker.stored_at(layer.layer_name)
-        for chunk, start in zip(attn_metadata.chunks, attn_metadata.rows, strict=True):
+        for start, chunk in attn_metadata.chunks:
             if worker.wants(chunk, idx):
                 worker.take_queries(chunk, idx, query[start : start + chunk.stop - chunk.start])
-        for start, replay, metadata in attn_metadata.replays:
-            worker.compact(idx, replay.blocks, replay.tokens, replay.stored)
-            rows = slice(start + replay.start, start + replay.stop)
-            super().forward(layer, query[rows], key[rows], value[rows], kv_cache, metadata, output[rows])
+        for step in attn_metadata.steps:
+            worker.take_step_queries(step, idx, query)
+        for segment, rows, metadata in attn_metadata.replays:
+            worker.move(idx, segment)
+            if metadata is not None:
+                super().forward(layer, query[rows], key[rows], value[rows], kv_cache, metadata, output[rows])
         return found
 
 

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+from foveakv.engines.vllm.block_layout import runs_of
 from foveakv.engines.vllm.settings import CONNECTOR
 from foveakv.errors import MissingDependencyError, UnsupportedModeError
 
@@ -87,7 +88,8 @@ def block_ids(manager: Any, req_id: str) -> list[int]:
 
 def free_entries(manager: Any, req_id: str, entries: Sequence[int]) -> None:
     """Return blocks of a running request to the pool; the null block takes their place in its table."""
-    manager.coordinator.single_type_managers[0]._remove_blocks_in_range(req_id, entries[0], entries[-1] + 1)
+    for first, end in runs_of(entries):
+        manager.coordinator.single_type_managers[0]._remove_blocks_in_range(req_id, first, end)
 
 
 def cache_specs(kv_cache_config: Any) -> list[Any]:
