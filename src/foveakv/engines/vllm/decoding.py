@@ -72,7 +72,7 @@ def attention_sums(query: Tensor, keys: Tensor, scaling: float) -> Tensor:
     grouped = query.float().unflatten(1, (heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)  # [H, G * q, D]
     logits = grouped @ keys.float().permute(1, 2, 0) * scaling
     if rows > 1:
-        hidden = torch.ones(rows, stored, dtype=torch.bool).triu(stored - rows + 1)
+        hidden = torch.ones(rows, stored, dtype=torch.bool, device=logits.device).triu(stored - rows + 1)
         logits = logits.unflatten(1, (-1, rows)).masked_fill(hidden, -torch.inf).flatten(1, 2)
     return logits.softmax(-1).sum(1)
 
@@ -151,7 +151,7 @@ class PagedSlots:
         self._positions = positions
         self.batch, self.heads, self.max_length = 1, heads, positions.shape[0]
         self.sequence_lengths = [self.max_length]
-        self.device, self.uniform = torch.device("cpu"), True
+        self.device, self.uniform = step.queries[idx].device, True
 
     @property
     def lengths(self) -> Tensor:
@@ -160,11 +160,11 @@ class PagedSlots:
 
     def positions(self) -> Tensor:
         """Return the positions of the tokens in the context: int64 [1, H, M]."""
-        return self._positions.expand(1, self.heads, -1)
+        return self._positions.to(self.device).expand(1, self.heads, -1)
 
     def valid(self) -> Tensor:
         """Return where tokens are stored: bool [1, H, M]."""
-        return torch.ones(1, self.heads, self.max_length, dtype=torch.bool)
+        return torch.ones(1, self.heads, self.max_length, dtype=torch.bool, device=self.device)
 
     def keys(self) -> Tensor:
         """Return a copy of the keys: [1, H, M, D]."""
