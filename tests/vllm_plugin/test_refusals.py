@@ -51,7 +51,7 @@ def caches(*specs: Any) -> Any:
         ({"parallel_config__data_parallel_size": 2}, "data parallelism"),
         ({"parallel_config__use_ubatching": True}, "enable_dbo"),
         ({"parallel_config__decode_context_parallel_size": 2}, "context parallelism"),
-        ({"parallel_config__tensor_parallel_size": 2}, "tensor_parallel_size=1"),
+        ({"parallel_config__tensor_parallel_size": 8}, "tensor_parallel_size=4"),
         ({"kv_transfer_config__kv_load_failure_policy": "recompute"}, "kv_load_failure_policy"),
         ({"use_v2_model_runner": True}, "VLLM_USE_V2_MODEL_RUNNER"),
         ({"model_config__is_mm_prefix_lm": True}, "both directions"),

@@ -40,20 +40,31 @@ class CPUStore:
 
     def read(self, idx: int, blocks: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         """Copy keys and values of the first `tokens` slots of consecutive blocks: [tokens, H, D] each."""
-        cache, dim = self._caches[idx], self._caches[idx].shape[3] // 2
-        blocks = blocks[: -(-tokens // self.size)].long()
-        places = _places(self.size, dim, cache.dtype, self._layers[idx].isa)
-        found = []
-        for part, place in zip(_halves(cache), places, strict=True):
-            taken = part[blocks].flatten(2)[:, :, place]  # [n, H, size * D]
-            rows = taken.unflatten(2, (self.size, dim)).transpose(1, 2).flatten(0, 1)
-            found.append(rows[:tokens])
-        return found[0], found[1]
+        keys, values = _halves(self._caches[idx])
+        key_places, value_places = self._places(idx)
+        return self._rows(keys, key_places, blocks, tokens), self._rows(values, value_places, blocks, tokens)
 
-    def write(self, idx: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Write keys and values [n, H, D] to slots int64 [n]."""
-        if slots.shape[0]:
-            _write(self._caches[idx], keys, values, slots, self._layers[idx].isa)
+    def keys(self, idx: int, blocks: Tensor, tokens: int) -> Tensor:
+        """Copy the keys only: [tokens, H, D]."""
+        return self._rows(_halves(self._caches[idx])[0], self._places(idx)[0], blocks, tokens)
+
+    def move(self, idx: int, source: Tensor, target: Tensor) -> None:
+        """Copy keys and values from slots to slots, int64 [n] each."""
+        if not source.shape[0]:
+            return
+        for part, place in zip(_halves(self._caches[idx]), self._places(idx), strict=True):
+            flat, places = part.view(*part.shape[:2], -1), place.view(self.size, -1)
+            taken = flat[(source // self.size)[:, None], :, places[source % self.size]]  # [n, D, H]
+            flat[(target // self.size)[:, None], :, places[target % self.size]] = taken
+
+    def _places(self, idx: int) -> tuple[Tensor, Tensor]:
+        cache = self._caches[idx]
+        return _places(self.size, cache.shape[3] // 2, cache.dtype, self._layers[idx].isa)
+
+    def _rows(self, part: Tensor, place: Tensor, blocks: Tensor, tokens: int) -> Tensor:
+        blocks = blocks[: -(-tokens // self.size)].long()
+        taken = part[blocks].flatten(2)[:, :, place]  # [n, H, size * D]
+        return taken.unflatten(2, (self.size, part.shape[3])).transpose(1, 2).flatten(0, 1)[:tokens]
 
 
 def _halves(cache: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from foveakv.engines.vllm.block_layout import runs_of
 from foveakv.engines.vllm.platforms import register_backends
 from foveakv.engines.vllm.settings import CONNECTOR
 from foveakv.errors import MissingDependencyError, UnsupportedModeError
@@ -114,7 +115,8 @@ def free_entries(manager: Any, req_id: str, entries: Sequence[int]) -> None:
     """Return blocks of a running request to the pool; the null block takes their place in its table."""
     ids = block_ids(manager, req_id)
     forget_hashes(manager, [ids[each] for each in entries])
-    manager.coordinator.single_type_managers[0]._remove_blocks_in_range(req_id, entries[0], entries[-1] + 1)
+    for first, end in runs_of(entries):
+        manager.coordinator.single_type_managers[0]._remove_blocks_in_range(req_id, first, end)
 
 
 def cache_specs(kv_cache_config: Any) -> list[Any]:

@@ -16,7 +16,9 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from foveakv.engines.vllm.block_layout import entries_of, slots_of
 from foveakv.engines.vllm.connector import FoveaKVConnector
 from foveakv.engines.vllm.plan import Chunk
-from foveakv.engines.vllm.worker_side import Replay, WorkerSide, compressed_row
+from foveakv.engines.vllm.replay import Segment
+from foveakv.engines.vllm.stored import Step
+from foveakv.engines.vllm.worker_side import WorkerSide, compressed_row
 
 _WORK = "foveakv_work"
 
@@ -25,12 +27,13 @@ _WORK = "foveakv_work"
 class Work:
     """What the plugin does in each layer of a step; an attribute of the step's attention metadata.
 
-    chunks: chunks of prompts to compress, with their first row in the batch. replays: what is replayed, with the first
-    row of its chunk and the metadata of a batch of one.
+    chunks: chunks of prompts to compress, with their first row in the batch. steps: later steps whose queries a method
+    sees. replays: segments to attend to again, with their rows and the metadata of a batch of one (None: no tokens).
     """
 
     chunks: list[tuple[int, Chunk]] = field(default_factory=list)
-    replays: list[tuple[int, Replay, Any]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    replays: list[tuple[Segment, slice, Any]] = field(default_factory=list)
 
 
 class RewritingBuilder:
@@ -51,38 +54,48 @@ class RewritingBuilder:
         common, work = common_attn_metadata, Work()
         starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens.cpu().clone()
         tables, changed = common.block_table_tensor.cpu().clone(), False
-        replays: list[tuple[int, int, Replay]] = []
+        again: list[tuple[Step, bool]] = []
         for i, first in enumerate(tables[: common.num_reqs, 0].tolist()):
             chunk = worker.chunk_at(first)
             if chunk is not None:
                 work.chunks.append((starts[i], chunk))
-                replay = worker.replay_of(chunk)
-                if replay is not None:
-                    replays.append((i, starts[i], replay))
+                step = worker.chunk_step(chunk, starts[i])
+                if step is not None:
+                    again.append((step, True))
                 continue
             known = worker.compressed_at(first)
-            if known is None or known.evicted == 0:
+            if known is None:
                 continue
-            row = compressed_row(known, tables[i], int(lengths[i]), starts[i + 1] - starts[i], self.block_size)
-            tables[i], lengths[i], changed = row.table, row.length, True
-            common.slot_mapping[starts[i] : starts[i + 1]] = row.slots.to(common.slot_mapping.device)
+            length, new = int(lengths[i]), starts[i + 1] - starts[i]
+            row = compressed_row(known, tables[i], length, new, self.block_size)
+            step = worker.decode_step(known, row.table, length - new, length, starts[i])
+            if step is not None:
+                again.append((step, False))
+            if known.evicted:
+                tables[i], lengths[i], changed = row.table, row.length, True
+                common.slot_mapping[starts[i] : starts[i + 1]] = row.slots.to(common.slot_mapping.device)
         if changed:
             device = common.block_table_tensor.device
             common = replace(common, block_table_tensor=tables.to(device), seq_lens=lengths.to(device))
         built = build(common_prefix_len, common, fast_build)
-        if not work.chunks:
+        if not work.chunks and not again:
             return built
-        for i, start, replay in replays:
-            work.replays.append((start, replay, build(0, self._alone(common_attn_metadata, i, replay), True)))
+        for step, compact in again:
+            work.steps.append(step)
+            for segment in worker.segments_of(step, compact=compact):
+                rows = slice(step.row + segment.start - step.start, step.row + segment.stop - step.start)
+                alone = self._alone(common_attn_metadata, segment, rows, step.blocks)
+                work.replays.append((segment, rows, None if alone is None else build(0, alone, True)))
         own = copy.copy(built)
         setattr(own, _WORK, work)
         return own
 
-    def _alone(self, common: Any, i: int, replay: Replay) -> Any:
-        """Return the decoded tokens of a request that is recomputed, as a batch of one."""
-        new, length = replay.stop - replay.start, replay.stored.shape[0]
-        first = int(common.query_start_loc_cpu[i]) + replay.start
-        table = replay.blocks[: entries_of(length, self.block_size)]
+    def _alone(self, common: Any, segment: Segment, rows: slice, blocks: Tensor) -> Any:
+        """Return a segment of a request that is recomputed as a batch of one; None if it has no tokens."""
+        new, length = segment.stop - segment.start, segment.length
+        if new == 0:
+            return None
+        table = blocks[: entries_of(length, self.block_size)]
         slots = slots_of(table, torch.arange(length - new, length), self.block_size)
         device = common.block_table_tensor.device
         ends = torch.tensor([0, new], dtype=common.query_start_loc.dtype)
@@ -90,7 +103,7 @@ class RewritingBuilder:
             common, query_start_loc=ends.to(device), query_start_loc_cpu=ends, num_reqs=1, num_actual_tokens=new,
             seq_lens=torch.tensor([length], dtype=common.seq_lens.dtype, device=device), max_query_len=new,
             max_seq_len=length, block_table_tensor=table[None].to(device, common.block_table_tensor.dtype),
-            positions=common.positions[first : first + new], slot_mapping=slots.to(device, common.slot_mapping.dtype),
+            positions=common.positions[rows], slot_mapping=slots.to(device, common.slot_mapping.dtype),
         )  # fmt: skip
 
 
@@ -120,10 +133,12 @@ class ObservingImpl:
         for start, chunk in work.chunks:
             if worker.wants(chunk, idx):
                 worker.take_queries(chunk, idx, query[start : start + chunk.stop - chunk.start])
-        for start, replay, metadata in work.replays:
-            worker.compact(idx, replay.blocks, replay.tokens, replay.stored)
-            rows = slice(start + replay.start, start + replay.stop)
-            forward(layer, query[rows], key[rows], value[rows], kv_cache, metadata, output[rows])
+        for step in work.steps:
+            worker.take_step_queries(step, idx, query)
+        for segment, rows, metadata in work.replays:
+            worker.move(idx, segment)
+            if metadata is not None:
+                forward(layer, query[rows], key[rows], value[rows], kv_cache, metadata, output[rows])
         return found
 
 

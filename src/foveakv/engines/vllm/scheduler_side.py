@@ -24,13 +24,18 @@ _log = logging.getLogger("vllm.foveakv")
 
 @dataclass
 class Known:
-    """A request to compress. epoch: how often it has been started. kept: prompt tokens stored, once known."""
+    """A request to compress.
+
+    epoch: how often it has been started. kept: prompt tokens stored when the prompt is complete, once known. evicted:
+    tokens evicted while decoding. freed_blocks: of this start.
+    """
 
     request: Any
     choice: Choice
     prompt: PromptMap
     epoch: int = 0
     kept: int | None = None
+    evicted: int = 0
     freed_blocks: int = 0
 
 
@@ -96,6 +101,7 @@ class SchedulerSide:
                 continue
             if start == 0:
                 known.epoch += 1
+                known.freed_blocks = 0
                 plan.begin.append(Begin(req_id, known.choice, known.prompt.kinds, known.prompt.index))
             blocks = tuple(blocks_of(req_id))
             plan.chunks.append(Chunk(req_id, start, start + count, prompt, blocks, known.epoch))
@@ -110,7 +116,8 @@ class SchedulerSide:
             known = self._known.get(each.req_id)
             if known is None or known.epoch != each.epoch or known.request.num_computed_tokens == 0:
                 continue
-            known.kept, known.freed_blocks = each.kept, len(each.entries)
+            known.kept, known.evicted = each.kept, each.evicted
+            known.freed_blocks += len(each.entries)
             if each.entries:
                 yield each.req_id, each.entries
 
@@ -125,6 +132,7 @@ class SchedulerSide:
                 "method": known.choice.method,
                 "prompt_tokens": known.prompt.columns,
                 "stored_prompt_tokens": known.kept,
+                "evicted_while_decoding": known.evicted,
                 "freed_blocks": known.freed_blocks,
             }
         }

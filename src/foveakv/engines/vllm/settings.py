@@ -23,9 +23,9 @@ KEY = "foveakv"
 ENGINE = Capabilities(
     engine="vLLM",
     granularity="token",
-    decode_eviction=False,
+    decode_eviction=True,
     retrieval=False,
-    attention_sum=False,
+    attention_sum=True,
     second_pass=False,
     merging=False,
     token_pruning=False,
@@ -143,5 +143,5 @@ def _from_json(text: str) -> Any:
 
 def _advice(method: Method) -> str:
     if getattr(method, "ddes", False):
-        return 'with "ddes": false HAE evicts at prefill only, which vLLM supports'
+        return 'HAE runs with "scores": "shared", or with "ddes": false'
     return "vLLM has one block table per request; use the transformers engine for this method"

@@ -35,8 +35,9 @@ def check_config(config: Any, kv_cache_config: Any, allow_unverified: bool = Fal
         "context parallelism": _any_above_one(
             parallel, ("decode_context_parallel_size", "prefill_context_parallel_size")
         ),
-        # Workers gather heads over ranks (`private.TensorParallel`), but that has not been tested.
-        "tensor parallelism yet; use tensor_parallel_size=1": parallel.tensor_parallel_size > 1,
+        f"more tensor-parallel ranks than KV heads; use tensor_parallel_size={model.get_total_num_kv_heads()}": (
+            parallel.tensor_parallel_size > model.get_total_num_kv_heads()
+        ),
         'kv_load_failure_policy "recompute"; use "fail", by which refused requests end': (
             config.kv_transfer_config.kv_load_failure_policy != "fail"
         ),
