@@ -15,6 +15,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.flash_attn import FlashAttentionMetadataBuilder
 
+import foveakv
 from foveakv.engines.vllm import flash_backend
 from foveakv.engines.vllm.flash_store import FlashStore
 from foveakv.engines.vllm.settings import CONNECTOR
@@ -43,14 +44,23 @@ def test_equal_to_transformers_in_chunks_and_after_preemption(checkpoints: Path)
         options = {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 240, "block_size": 16, "max_model_len": 512}
         with engines.engine(path, "hae", HAE, **options) as llm:
             assert isinstance(engines.worker_side().store, FlashStore)
-            scheduler, preempted = engines.scheduler_of(llm), []
-            preempt = scheduler._preempt_request
-            scheduler._preempt_request = lambda request, *more, **named: (
-                preempted.append(request.request_id), preempt(request, *more, **named)
-            )[1]  # fmt: skip
-            outputs = engines.generate(llm, prompts, 100)
+            with engines.counted(engines.scheduler_of(llm)) as counts:
+                outputs = engines.generate(llm, prompts, 100)
             assert check_all(reference, prompts, outputs) == 5
-            assert preempted
+            assert counts["preempted"] > 0
+
+
+def test_eviction_while_decoding(checkpoints: Path) -> None:
+    path = tiny_checkpoints.checkpoint(NAME, checkpoints)
+    reference = Reference(path)
+    options: dict[str, Any] = {"scores": "shared", "score_layer": 2, "budget": 0.4, "recycle_bin_size": 8}
+    prompts = [engines.prompt(NAME, count, seed=count) for count in (1, 2)]
+    with flash_on_cpu(), engines.engine(path, "hae", options, block_size=16) as llm:
+        for prompt, output in zip(prompts, engines.generate(llm, prompts, 60), strict=True):
+            cache = foveakv.cache_for(reference.model, foveakv.HAE(**options))
+            tokens, chosen = engines.chosen(output)
+            check(reference.log_probabilities(prompt, None, tokens, cache), tokens, chosen)
+            assert output.kv_transfer_params["foveakv"]["evicted_while_decoding"] > 0
 
 
 def test_full_graphs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,21 +42,9 @@ def test_reads_slots_in_the_order_of_the_table(caches: dict[str, Tensor]) -> Non
         assert torch.equal(store.keys(idx, blocks, tokens), found[0])
 
 
-def test_writes_what_it_reads_and_nothing_else(caches: dict[str, Tensor]) -> None:
-    store, slots = FlashStore(caches, SIZE), torch.tensor([7 * SIZE + 3, 2 * SIZE, 11 * SIZE + 15])
-    before = [view.clone() for view in kernel_views(caches["layers.1"])]
-    other = caches["layers.0"].clone()
-    new = torch.randn(2, 3, HEADS, DIM)
-    store.write(1, new[0], new[1], slots)
-    for view, old, rows in zip(kernel_views(caches["layers.1"]), before, new, strict=True):
-        old[slots // SIZE, slots % SIZE] = rows
-        assert torch.equal(view, old)
-    assert torch.equal(caches["layers.0"], other)
-    store.write(1, new[0, :0], new[1, :0], slots[:0])
-
-
 def test_moves_slots_that_overlap(caches: dict[str, Tensor]) -> None:
     store = FlashStore(caches, SIZE)
+    other = caches["layers.1"].clone()
     source = torch.tensor([3 * SIZE + 1, 3 * SIZE + 2, 5 * SIZE + 9])
     target = torch.tensor([3 * SIZE, 3 * SIZE + 1, 3 * SIZE + 2])
     expected = [view.clone() for view in kernel_views(caches["layers.0"])]
@@ -64,6 +52,8 @@ def test_moves_slots_that_overlap(caches: dict[str, Tensor]) -> None:
     for view, old in zip(kernel_views(caches["layers.0"]), expected, strict=True):
         old[target // SIZE, target % SIZE] = old[source // SIZE, source % SIZE].clone()
         assert torch.equal(view, old)
+    store.move(0, source[:0], target[:0])
+    assert torch.equal(caches["layers.1"], other)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from foveakv.errors import UnsupportedModeError
 class FlashStore:
     """See `stored.PagedStore`. A layer's cache is [blocks, H, size, 2 * D] of any strides: keys, then values of a slot.
 
-    The kernel sees it as two tensors [blocks, size, H, D] (`FlashAttentionImpl.forward` in vLLM 0.32).
+    The kernel sees it as two tensors [blocks, size, H, D] (`FlashAttentionImpl.forward` in vLLM 0.32). Methods decide
+    on the host, so what is read is copied there.
     """
 
     def __init__(self, caches: Mapping[str, Tensor], size: int) -> None:
@@ -33,29 +34,22 @@ class FlashStore:
                 )
 
     def read(self, idx: int, blocks: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        """Copy keys and values of the first `tokens` slots of consecutive blocks: [tokens, H, D] each."""
+        """Copy keys and values of the first `tokens` slots of consecutive blocks to the host: [tokens, H, D] each."""
         cache = self._caches[idx]
-        blocks = blocks[: -(-tokens // self.size)].to(cache.device).long()
-        rows = cache[blocks].transpose(1, 2).flatten(0, 1)[:tokens]
-        keys, values = rows.chunk(2, dim=-1)
+        keys, values = self._rows(cache, blocks, tokens).chunk(2, dim=-1)
         return keys.contiguous(), values.contiguous()
-
-    def write(self, idx: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Write keys and values [n, H, D] to slots int64 [n]."""
-        cache = self._caches[idx]
-        slots, dim = slots.to(cache.device), cache.shape[3] // 2
-        block, place = slots // self.size, slots % self.size
-        cache[..., :dim][block, :, place] = keys.to(cache.device)
-        cache[..., dim:][block, :, place] = values.to(cache.device)
 
     def keys(self, idx: int, blocks: Tensor, tokens: int) -> Tensor:
         """Copy the keys only: [tokens, H, D]."""
         cache = self._caches[idx]
-        blocks = blocks[: -(-tokens // self.size)].to(cache.device).long()
-        return cache[..., : cache.shape[3] // 2][blocks].transpose(1, 2).flatten(0, 1)[:tokens]
+        return self._rows(cache[..., : cache.shape[3] // 2], blocks, tokens)
 
     def move(self, idx: int, source: Tensor, target: Tensor) -> None:
         """Copy keys and values from slots to slots, int64 [n] each; all are read before any is written."""
         cache = self._caches[idx]
         source, target = source.to(cache.device), target.to(cache.device)
         cache[target // self.size, :, target % self.size] = cache[source // self.size, :, source % self.size]
+
+    def _rows(self, cache: Tensor, blocks: Tensor, tokens: int) -> Tensor:
+        blocks = blocks[: -(-tokens // self.size)].to(cache.device).long()
+        return cache[blocks].transpose(1, 2).flatten(0, 1)[:tokens].cpu()

@@ -138,7 +138,9 @@ class TensorParallel:
     def gather_heads(self, local: Any) -> Any:
         """[n, heads of this rank, D] -> [n, heads, D]."""
         from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_gather
+        from vllm.platforms import current_platform
 
         if get_tensor_model_parallel_world_size() == 1:
             return local
-        return tensor_model_parallel_all_gather(local.contiguous(), dim=1)
+        there = local.contiguous().to(current_platform.device_type)
+        return tensor_model_parallel_all_gather(there, dim=1).to(local.device)

@@ -132,7 +132,7 @@ class ObservingImpl:
         idx = worker.stored_at(layer.layer_name)
         for start, chunk in work.chunks:
             if worker.wants(chunk, idx):
-                worker.take_queries(chunk, idx, query[start : start + chunk.stop - chunk.start])
+                worker.take_queries(chunk, idx, query[start : start + chunk.stop - chunk.start].cpu())
         for step in work.steps:
             worker.take_step_queries(step, idx, query)
         for segment, rows, metadata in work.replays:

@@ -119,7 +119,7 @@ class WorkerSide:
         """Keep the rows that a method sees after the step; query: [rows of the batch, Hq, D]."""
         if step.known.decoding is not None and step.first_new < step.stop:
             first = step.row + step.first_new - step.start
-            step.queries[idx] = query[first : step.row + step.stop - step.start].clone()
+            step.queries[idx] = query[first : step.row + step.stop - step.start].to("cpu", copy=True)
 
     def end_step(self) -> list[Freed]:
         """Compress the prompts that this step has completed, and call methods that evict; after the last layer."""
