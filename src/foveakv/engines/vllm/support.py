@@ -10,7 +10,7 @@ from foveakv.engines.vllm.platforms import check_platform
 from foveakv.engines.vllm.private import cache_specs
 from foveakv.errors import UnsupportedModeError, UnsupportedModelError
 
-_PLAIN_DTYPES = ("auto", "float32", "float16", "bfloat16")
+_PLAIN_DTYPES = ("auto", "float16", "bfloat16")
 
 
 def check_config(config: Any, kv_cache_config: Any, allow_unverified: bool = False) -> None:
