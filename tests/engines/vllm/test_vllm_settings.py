@@ -33,6 +33,7 @@ def test_settings_name_a_method_and_its_options() -> None:
         ({"method": 3}, "must be a name"),
         ({"method": "off", "options": {"budget": 1}}, "takes no options"),
         ({**HAE, "per_request": "no"}, "per_request"),
+        ({**HAE, "attention_every": 0}, "attention_every"),
         ({"method": "hae"}, '"scores": "shared"'),
         ({"method": "hybridkv"}, "one set of tokens for all layers and heads"),
         ({"method": "snapkv"}, "one set of tokens for all layers and heads"),

@@ -58,10 +58,15 @@ class Choice:
 
 @dataclass(frozen=True)
 class Settings:
-    """What an engine was started with. default: for requests that choose nothing. per_request: whether they may."""
+    """What an engine was started with.
+
+    default: for requests that choose nothing. per_request: whether they may. attention_every: the decode steps whose
+    attention is computed for methods that observe it; they count for the others too.
+    """
 
     default: Choice
     per_request: bool = True
+    attention_every: int = 1
 
     def of_request(self, extra_args: Mapping[str, Any] | None) -> Choice:
         """Return the choice of a request.
@@ -98,13 +103,16 @@ def parse(extra_config: Mapping[str, Any]) -> Settings:
         MethodError: a setting is missing, unknown or invalid, or vLLM cannot run the method.
     """
     what = "kv_connector_extra_config"
-    choice = _choice(extra_config, what, ("method", "options", "per_request"))
+    choice = _choice(extra_config, what, ("method", "options", "per_request", "attention_every"))
+    every = extra_config.get("attention_every", 1)
+    if type(every) is not int or every < 1:
+        raise MethodError(f"{what}: attention_every must be a whole number of steps above 0, got {every!r}")
     per_request = extra_config.get("per_request", True)
     if not isinstance(per_request, bool):
         raise MethodError(f"{what}: per_request must be true or false, got {per_request!r}")
     if not choice.off:
         choice.create()
-    return Settings(choice, per_request)
+    return Settings(choice, per_request, every)
 
 
 def _choice(given: Any, what: str, known: tuple[str, ...]) -> Choice:
