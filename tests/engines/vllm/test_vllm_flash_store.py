@@ -40,6 +40,9 @@ def test_reads_slots_in_the_order_of_the_table(caches: dict[str, Tensor]) -> Non
             for token in (0, SIZE - 1, SIZE, tokens - 1):
                 assert torch.equal(rows[token], view[blocks[token // SIZE], token % SIZE])
         assert torch.equal(store.keys(idx, blocks, tokens), found[0])
+        query = torch.randn(2, 2 * HEADS, DIM)
+        expected = torch.einsum("qhd,nhd->hqn", query, found[0].repeat_interleave(2, 1))
+        torch.testing.assert_close(store.dot(idx, blocks, tokens, query), expected)
 
 
 def test_moves_slots_that_overlap(caches: dict[str, Tensor]) -> None:

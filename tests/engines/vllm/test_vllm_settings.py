@@ -34,6 +34,7 @@ def test_settings_name_a_method_and_its_options() -> None:
         ({"method": "off", "options": {"budget": 1}}, "takes no options"),
         ({**HAE, "per_request": "no"}, "per_request"),
         ({**HAE, "allow_unverified": 1}, "allow_unverified"),
+        ({**HAE, "attention_every": 0}, "attention_every"),
         ({"method": "hae"}, '"scores": "shared"'),
         ({"method": "hybridkv"}, "one set of tokens for all layers and heads"),
         ({"method": "snapkv"}, "one set of tokens for all layers and heads"),

@@ -68,6 +68,7 @@ class FoveaKVConnector(KVConnectorBase_V1):
         if not settings.default.off:
             create(settings.default)
         self.scheduler = SchedulerSide(settings, create, sizes) if role is KVConnectorRole.SCHEDULER else None
+        self._attention_every = settings.attention_every
         self._create, self._sizes = create, sizes
         self.worker: WorkerSide | None = None
         self._freed: list[Freed] = []
@@ -81,7 +82,7 @@ class FoveaKVConnector(KVConnectorBase_V1):
             raise UnsupportedModeError("FoveaKV in vLLM does not support MultiConnector; use it as the only connector")
         layers = private.attention_layers(self._vllm_config, list(kv_caches))
         scaling = support.check_layers(layers.values())
-        self.worker = WorkerSide(self._create, self._sizes, scaling, private.TensorParallel())
+        self.worker = WorkerSide(self._create, self._sizes, scaling, private.TensorParallel(), self._attention_every)
         size = self._vllm_config.cache_config.block_size
         self.worker.store = platforms.store_of(layers, kv_caches, size)
 

@@ -23,7 +23,9 @@ def is_called(method: Method) -> bool:
     return method.evicts_while_decoding or observes.attention_sum or observes.steps
 
 
-def decide_step(step: Step, store: PagedStore, layers: int, scaling: float, ranks: Ranks) -> Eviction | None:
+def decide_step(
+    step: Step, store: PagedStore, layers: int, scaling: float, ranks: Ranks, attention_every: int = 1
+) -> Eviction | None:
     """Call a method for every layer of a decode step; returns what it evicts.
 
     Args:
@@ -32,6 +34,8 @@ def decide_step(step: Step, store: PagedStore, layers: int, scaling: float, rank
         layers: number of layers.
         scaling: the factor of q . k.
         ranks: gathers the heads of all ranks, so that all of them decide alike.
+        attention_every: N; attention is computed in every Nth step and multiplied by N, and is 0 in the others (not in
+            any paper).
 
     Raises:
         MethodError: the method decides about more than which tokens to keep, or not the same for all layers and heads.
@@ -42,13 +46,19 @@ def decide_step(step: Step, store: PagedStore, layers: int, scaling: float, rank
         return None
     method, positions = reading.method, known.stored(step.stop)
     stored = positions.shape[0]
-    sums = _sums(step, store, layers, stored, scaling, ranks) if method.observes.attention_sum else None
+    sums = None
+    if method.observes.attention_sum:
+        if (step.stop - known.prompt) % attention_every == 0:
+            sums = _sums(step, store, layers, stored, scaling, ranks) * attention_every
+        else:
+            sums = torch.zeros(layers, reading.view.geometry.kv_heads, stored, device=step.queries[0].device)
+    together = torch.stack([step.queries[idx] for idx in range(layers)], -1)  # [q, Hq of this rank, D, L]
+    queries = ranks.gather_heads(together.flatten(2)).unflatten(2, together.shape[2:]).transpose(0, 1)
     orders: list[Tensor | None] = []
     for idx in range(layers):
-        query = ranks.gather_heads(step.queries[idx]).transpose(0, 1)[None]
         slots = PagedSlots(step, store, idx, positions, ranks, reading.view.geometry.kv_heads)
         view = DecodeView(
-            idx, idx, query, scaling, reading.view, reading.state, slots, step.stop,
+            idx, idx, queries[None, ..., idx], scaling, reading.view, reading.state, slots, step.stop,
             None if sums is None else sums[None, idx],
         )  # fmt: skip
         orders.append(_left(method, method.decode(view), slots))
@@ -60,26 +70,27 @@ def decide_step(step: Step, store: PagedStore, layers: int, scaling: float, rank
     return Eviction(step.stop, order.shape[0], order[moved], number[moved])
 
 
-def attention_sums(query: Tensor, keys: Tensor, scaling: float) -> Tensor:
+def attention_sums(logits: Tensor, heads: int) -> Tensor:
     """Return the attention that every stored token receives, summed over query heads of a group and over queries.
 
-    query: [q, Hq, D], the newest q tokens. keys: [n, H, D].
+    logits: [Hq, q, n], scaled, of the newest q tokens. heads: number of KV heads, H.
 
     Returns:
         [H, n], float32.
     """
-    rows, heads, stored = query.shape[0], keys.shape[1], keys.shape[0]
-    grouped = query.float().unflatten(1, (heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)  # [H, G * q, D]
-    logits = grouped @ keys.float().permute(1, 2, 0) * scaling
+    rows, stored = logits.shape[1:]
     if rows > 1:
         hidden = torch.ones(rows, stored, dtype=torch.bool, device=logits.device).triu(stored - rows + 1)
-        logits = logits.unflatten(1, (-1, rows)).masked_fill(hidden, -torch.inf).flatten(1, 2)
-    return logits.softmax(-1).sum(1)
+        logits = logits.masked_fill(hidden, -torch.inf)
+    return logits.softmax(-1).unflatten(0, (heads, -1)).sum((1, 2))
 
 
 def _sums(step: Step, store: PagedStore, layers: int, stored: int, scaling: float, ranks: Ranks) -> Tensor:
     """Return the attention sums of all layers and heads: [L, H, n]."""
-    found = [attention_sums(step.queries[idx], store.keys(idx, step.blocks, stored), scaling) for idx in range(layers)]
+    found = []
+    for idx in range(layers):
+        logits = store.dot(idx, step.blocks, stored, step.queries[idx]) * scaling
+        found.append(attention_sums(logits, store.heads))
     local = torch.stack(found).permute(2, 1, 0)  # [n, H of this rank, L]
     return ranks.gather_heads(local).permute(2, 1, 0)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from foveakv.engines.vllm.stored import products
 from foveakv.errors import UnsupportedModeError
 
 
@@ -27,6 +28,7 @@ class FlashStore:
         self.size = size
         self.index: Mapping[str, int] = {name: idx for idx, name in enumerate(caches)}
         self._caches = list(caches.values())
+        self.heads = int(self._caches[0].shape[1])
         for cache in self._caches:
             if cache.dim() != 4 or cache.shape[2] != size or cache.shape[3] % 2 or not cache.is_floating_point():
                 raise UnsupportedModeError(
@@ -35,14 +37,16 @@ class FlashStore:
 
     def read(self, idx: int, blocks: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
         """Copy keys and values of the first `tokens` slots of consecutive blocks to the host: [tokens, H, D] each."""
-        cache = self._caches[idx]
-        keys, values = self._rows(cache, blocks, tokens).chunk(2, dim=-1)
+        keys, values = self._rows(self._caches[idx], blocks, tokens).cpu().chunk(2, dim=-1)
         return keys.contiguous(), values.contiguous()
 
     def keys(self, idx: int, blocks: Tensor, tokens: int) -> Tensor:
         """Copy the keys only: [tokens, H, D]."""
-        cache = self._caches[idx]
-        return self._rows(cache[..., : cache.shape[3] // 2], blocks, tokens)
+        return self._keys(idx, blocks, tokens).cpu()
+
+    def dot(self, idx: int, blocks: Tensor, tokens: int, query: Tensor) -> Tensor:
+        """Return q . k, computed on the device of the cache: [q, Hq, D] -> [Hq, q, tokens], float32 on the host."""
+        return products(query.to(self._caches[idx].device), self._keys(idx, blocks, tokens)).cpu()
 
     def move(self, idx: int, source: Tensor, target: Tensor) -> None:
         """Copy keys and values from slots to slots, int64 [n] each; all are read before any is written."""
@@ -50,6 +54,10 @@ class FlashStore:
         source, target = source.to(cache.device), target.to(cache.device)
         cache[target // self.size, :, target % self.size] = cache[source // self.size, :, source % self.size]
 
+    def _keys(self, idx: int, blocks: Tensor, tokens: int) -> Tensor:
+        cache = self._caches[idx]
+        return self._rows(cache[..., : cache.shape[3] // 2], blocks, tokens)
+
     def _rows(self, cache: Tensor, blocks: Tensor, tokens: int) -> Tensor:
         blocks = blocks[: -(-tokens // self.size)].to(cache.device).long()
-        return cache[blocks].transpose(1, 2).flatten(0, 1)[:tokens].cpu()
+        return cache[blocks].transpose(1, 2).flatten(0, 1)[:tokens]

@@ -14,7 +14,6 @@ from torch import Tensor
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
 from foveakv.engines.vllm.block_layout import entries_of, slots_of
-from foveakv.engines.vllm.connector import FoveaKVConnector
 from foveakv.engines.vllm.plan import Chunk
 from foveakv.engines.vllm.replay import Segment
 from foveakv.engines.vllm.stored import Step
@@ -145,4 +144,5 @@ class ObservingImpl:
 def active_worker() -> WorkerSide | None:
     """Return the plugin's worker side, if this engine uses the connector."""
     group = get_kv_transfer_group() if has_kv_transfer_group() else None
-    return group.worker if isinstance(group, FoveaKVConnector) else None
+    worker = getattr(group, "worker", None)
+    return worker if isinstance(worker, WorkerSide) else None

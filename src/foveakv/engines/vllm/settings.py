@@ -60,12 +60,14 @@ class Choice:
 class Settings:
     """What an engine was started with.
 
-    default: for requests that choose nothing. per_request: whether they may. allow_unverified: whether it may run where
-    the plugin has not been verified.
+    default: for requests that choose nothing. per_request: whether they may. attention_every: the decode steps whose
+    attention is computed for methods that observe it; they count for the others too. allow_unverified: whether it may
+    run where the plugin has not been verified.
     """
 
     default: Choice
     per_request: bool = True
+    attention_every: int = 1
     allow_unverified: bool = False
 
     def of_request(self, extra_args: Mapping[str, Any] | None) -> Choice:
@@ -104,14 +106,17 @@ def parse(extra_config: Mapping[str, Any]) -> Settings:
     """
     what = "kv_connector_extra_config"
     flags = {"per_request": True, "allow_unverified": False}
-    choice = _choice(extra_config, what, ("method", "options", *flags))
+    choice = _choice(extra_config, what, ("method", "options", "attention_every", *flags))
+    every = extra_config.get("attention_every", 1)
+    if type(every) is not int or every < 1:
+        raise MethodError(f"{what}: attention_every must be a whole number of steps above 0, got {every!r}")
     for name, default in flags.items():
         flags[name] = extra_config.get(name, default)
         if not isinstance(flags[name], bool):
             raise MethodError(f"{what}: {name} must be true or false, got {flags[name]!r}")
     if not choice.off:
         choice.create()
-    return Settings(choice, **flags)
+    return Settings(choice, attention_every=every, **flags)
 
 
 def _choice(given: Any, what: str, known: tuple[str, ...]) -> Choice:

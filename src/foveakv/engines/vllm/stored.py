@@ -18,6 +18,8 @@ class PagedStore(Protocol):
 
     size: int
     """Slots per block."""
+    heads: int
+    """KV heads of this rank, H."""
     index: Mapping[str, int]
     """Indices of the layers by vLLM's names."""
 
@@ -27,17 +29,30 @@ class PagedStore(Protocol):
         idx: index of the layer, from 0. blocks: int64 [n], ids of blocks in order.
 
         Returns:
-            Keys and values, [tokens, H, D] each; H: KV heads of this rank.
+            Keys and values, [tokens, H, D] each.
         """
 
     def keys(self, idx: int, blocks: Tensor, tokens: int) -> Tensor:
         """Copy the keys only, see `read`: [tokens, H, D]."""
+
+    def dot(self, idx: int, blocks: Tensor, tokens: int, query: Tensor) -> Tensor:
+        """Return q . k of all query heads and the first `tokens` slots; query: [q, Hq, D] -> [Hq, q, tokens], float32.
+
+        `products(query, store.keys(...))`, unless the layout has a faster way.
+        """
 
     def move(self, idx: int, source: Tensor, target: Tensor) -> None:
         """Copy keys and values of a layer between slots, int64 [n] each; slot = block * size + offset.
 
         All of them are read before any is written, so slots may be in both.
         """
+
+
+def products(query: Tensor, keys: Tensor) -> Tensor:
+    """Return q . k of every query head and the keys of its KV head: [q, Hq, D], [n, H, D] -> [Hq, q, n], float32."""
+    heads, rows = keys.shape[1], query.shape[0]
+    grouped = query.float().unflatten(1, (heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)  # [H, G * q, D]
+    return (grouped @ keys.float().permute(1, 2, 0)).unflatten(1, (-1, rows)).flatten(0, 1)
 
 
 class Ranks(Protocol):

@@ -30,10 +30,18 @@ _log = logging.getLogger("vllm.foveakv")
 class WorkerSide:
     """Compresses prompts on one rank. All ranks get the same plans and decide alike."""
 
-    def __init__(self, create: Callable[[Choice], Method], sizes: Geometry, scaling: float, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        create: Callable[[Choice], Method],
+        sizes: Geometry,
+        scaling: float,
+        ranks: Ranks,
+        attention_every: int = 1,
+    ) -> None:
         self.store: PagedStore | None = None
         self.recent: deque[Outcome] = deque(maxlen=64)
         self._create, self._sizes, self._scaling, self._ranks = create, sizes, scaling, ranks
+        self._attention_every = attention_every
         self._reading: dict[str, Reading] = {}
         self._compressed: dict[str, Compressed] = {}
         self._by_block: dict[int, Compressed] = {}
@@ -182,7 +190,9 @@ class WorkerSide:
         evicted = None
         if known.decoding is not None and step.first_new < step.stop:
             try:
-                evicted = decide_step(step, self.store, self._sizes.layers, self._scaling, self._ranks)
+                evicted = decide_step(
+                    step, self.store, self._sizes.layers, self._scaling, self._ranks, self._attention_every
+                )
             except Exception:
                 self._fail(known.req_id, int(step.blocks[0]))
                 known.decoding = None
