@@ -55,7 +55,7 @@ test-processors: $(VENV)/.ready
 
 # One engine at a time, in one process; tests that need several processes start them.
 test-vllm: $(VLLM)/.ready
-	@OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm_plugin tests/engines/vllm
+	@OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m "slow or not slow" tests/vllm_plugin tests/engines/vllm
 
 lint: $(VENV)/.ready-lint
 	@$(VENV)/bin/ruff check .

@@ -62,6 +62,7 @@ def test_equal_to_transformers(checkpoints: Path, name: str) -> None:
             "method": CHOICES[i]["method"],
             "prompt_tokens": outcome.prompt,
             "stored_prompt_tokens": len(outcome.kept),
+            "evicted_while_decoding": 0,
             "freed_blocks": (outcome.prompt - len(outcome.kept)) // 32,
         }
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import engines
 import pytest
 import tiny_checkpoints
 import torch
+import vllm.platforms
+from vllm.config.cache import CacheDType
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
-from foveakv.engines.vllm import private, support
+from foveakv.engines.vllm import platforms, private, support
 from foveakv.errors import FoveaKVError, UnsupportedModeError, UnsupportedModelError
 
 OFF = engines.transfer_config("off")
@@ -23,7 +25,8 @@ def config(**changed: Any) -> Any:
     """What the plugin reads of a `VllmConfig`; keys are paths such as "cache_config.cache_dtype"."""
     made = SimpleNamespace(
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, data_parallel_size=1),
-        cache_config=SimpleNamespace(enable_prefix_caching=False, cache_dtype="auto"),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        scheduler_config=SimpleNamespace(async_scheduling=False),
         model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 4, model="tiny"),
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy="fail"),
         speculative_config=None, lora_config=None, use_v2_model_runner=False,
@@ -41,14 +44,14 @@ def caches(*specs: Any) -> Any:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"cache_config__enable_prefix_caching": True}, "enable_prefix_caching=False"),
-        ({"cache_config__cache_dtype": "fp8_e4m3"}, "kv_cache_dtype"),
+        ({"cache_config__cache_dtype": "fp8_e4m3"}, "kv_cache_dtype 'fp8_e4m3'; use auto"),
         ({"speculative_config": object()}, "speculative"),
         ({"lora_config": object()}, "LoRA"),
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline"),
         ({"parallel_config__data_parallel_size": 2}, "data parallelism"),
+        ({"parallel_config__use_ubatching": True}, "enable_dbo"),
         ({"parallel_config__decode_context_parallel_size": 2}, "context parallelism"),
-        ({"parallel_config__tensor_parallel_size": 2}, "tensor_parallel_size=1"),
+        ({"parallel_config__tensor_parallel_size": 8}, "tensor_parallel_size=4"),
         ({"kv_transfer_config__kv_load_failure_policy": "recompute"}, "kv_load_failure_policy"),
         ({"use_v2_model_runner": True}, "VLLM_USE_V2_MODEL_RUNNER"),
         ({"model_config__is_mm_prefix_lm": True}, "both directions"),
@@ -59,6 +62,48 @@ def test_configurations_are_refused_with_the_option(changed: dict[str, Any], mes
     support.check_config(config(), full)
     with pytest.raises((UnsupportedModeError, UnsupportedModelError), match=message):
         support.check_config(config(**changed), full)
+
+
+@pytest.mark.parametrize("dtype", get_args(CacheDType))
+def test_every_cache_of_another_type_is_refused(dtype: str) -> None:
+    given, full = config(cache_config__cache_dtype=dtype), caches(FullAttentionSpec(**SIZES))
+    if dtype in ("auto", "float16", "bfloat16"):
+        support.check_config(given, full)
+    else:
+        with pytest.raises(UnsupportedModeError, match="kv_cache_dtype"):
+            support.check_config(given, full)
+
+
+class Platform:
+    """A platform other than this one."""
+
+    device_name = "tpu"
+
+    def __init__(self, cuda: bool) -> None:
+        self.is_cuda, self.is_cpu = (lambda: cuda), (lambda: False)
+
+
+def test_platforms(monkeypatch: pytest.MonkeyPatch) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(platforms._log, "warning", warned.append)
+    full = caches(FullAttentionSpec(**SIZES))
+    monkeypatch.setattr(vllm.platforms, "current_platform", Platform(cuda=False))
+    with pytest.raises(UnsupportedModeError, match="'tpu'"):
+        support.check_config(config(), full, allow_unverified=True)
+    monkeypatch.setattr(vllm.platforms, "current_platform", Platform(cuda=True))
+    with pytest.raises(UnsupportedModeError, match='"allow_unverified": true'):
+        support.check_config(config(), full)
+    with pytest.raises(UnsupportedModeError, match="no-async-scheduling"):
+        support.check_config(config(scheduler_config__async_scheduling=True), full, allow_unverified=True)
+    support.check_config(config(), full, allow_unverified=True)
+    assert len(warned) == 1
+    assert "not been verified on a GPU" in warned[0]
+
+
+def test_other_attention_backends_are_refused() -> None:
+    layer = SimpleNamespace(impl=object())
+    with pytest.raises(UnsupportedModeError, match="attention_backend=FLASH_ATTN"):
+        platforms.store_of({"layers.0": layer}, {"layers.0": torch.zeros(1, 1, 16, 8)}, 16)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +128,7 @@ def test_models_without_plain_full_attention_are_refused(specs: list[Any]) -> No
         ({"alibi_slopes": torch.ones(4)}, "ALiBi"),
         ({"logits_soft_cap": 30.0}, "soft cap"),
         ({"kv_sharing_target_layer_name": "b"}, "share"),
+        ({"sinks": torch.ones(4)}, "sinks"),
         ({"scale": 0.25}, "one scaling factor"),
     ],
 )
@@ -116,7 +162,8 @@ MULTI = {
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"kv_transfer_config": OFF, "enable_prefix_caching": True}, "enable_prefix_caching=False"),
+        ({"kv_transfer_config": OFF, "enable_lora": True}, "leave enable_lora out"),
+        ({"kv_transfer_config": {**OFF, "kv_load_failure_policy": "recompute"}}, "kv_load_failure_policy"),
         ({"kv_transfer_config": engines.transfer_config("snapkv")}, "one block table"),
         ({"kv_transfer_config": MULTI}, "MultiConnector"),
     ],

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +25,6 @@ def path(checkpoints: Path) -> Path:
 @pytest.fixture(scope="module")
 def reference(path: Path) -> Reference:
     return Reference(path)
-
-
-@contextmanager
-def counted(scheduler: Any) -> Iterator[dict[str, int]]:
-    """Count preemptions and the most requests that run side by side."""
-    counts = {"preempted": 0, "side by side": 0}
-    preempt, schedule = scheduler._preempt_request, scheduler.schedule
-
-    def preempt_and_count(*args: Any, **kwargs: Any) -> Any:
-        counts["preempted"] += 1
-        return preempt(*args, **kwargs)
-
-    def schedule_and_count(*args: Any, **kwargs: Any) -> Any:
-        made = schedule(*args, **kwargs)
-        counts["side by side"] = max(counts["side by side"], len(scheduler.running))
-        return made
-
-    scheduler._preempt_request, scheduler.schedule = preempt_and_count, schedule_and_count
-    yield counts
 
 
 def check_all(reference: Reference, prompts: list[Any], outputs: list[Any]) -> None:
@@ -74,7 +53,7 @@ def test_more_requests_fit_and_preempted_ones_are_recomputed_exactly(path: Path,
             scheduler = engines.scheduler_of(llm)
             pool = scheduler.kv_cache_manager.block_pool
             free = pool.get_num_free_blocks()
-            with counted(scheduler) as counts[method]:
+            with engines.counted(scheduler) as counts[method]:
                 outputs = engines.generate(llm, prompts, 100)
             assert pool.get_num_free_blocks() == free
             if method is not None:
@@ -87,7 +66,7 @@ def test_preempted_requests_are_recomputed_in_chunks(path: Path, reference: Refe
     prompts = [engines.prompt(NAME, 1 + i % 3, seed=i) for i in range(6)]
     options = {"num_gpu_blocks_override": 24, "max_model_len": 512, "max_num_batched_tokens": 120}
     with engines.engine(path, "hae", HAE, **options) as llm:
-        with counted(engines.scheduler_of(llm)) as counts:
+        with engines.counted(engines.scheduler_of(llm)) as counts:
             outputs = engines.generate(llm, prompts, 120)
         check_all(reference, prompts, outputs)
     assert counts["preempted"] > 0

@@ -38,8 +38,6 @@ def vllm_command(
     transfer = {"kv_connector": CONNECTOR, "kv_role": "kv_both", "kv_connector_extra_config": settings}
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     command += ["--host", host, "--port", str(port), "--kv-transfer-config", json.dumps(transfer)]
-    # The plugin overwrites stored blocks, which prefix caching would take for those of the whole prompt.
-    command += ["--no-enable-prefix-caching"]
     for name, value in {
         "--served-model-name": served_name,
         "--api-key": api_key,

@@ -46,7 +46,10 @@ class Recorded:
         view = self.views[idx]
         return view.keys[0].transpose(0, 1)[:tokens], view.values[0].transpose(0, 1)[:tokens]
 
-    def write(self, idx: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
+    def keys(self, idx: int, blocks: Tensor, tokens: int) -> Tensor:
+        return self.read(idx, blocks, tokens)[0]
+
+    def move(self, idx: int, source: Tensor, target: Tensor) -> None:
         raise AssertionError("deciding writes nothing")
 
 

@@ -33,10 +33,15 @@ def test_settings_name_a_method_and_its_options() -> None:
         ({"method": 3}, "must be a name"),
         ({"method": "off", "options": {"budget": 1}}, "takes no options"),
         ({**HAE, "per_request": "no"}, "per_request"),
-        ({"method": "hae"}, '"ddes": false'),
+        ({**HAE, "allow_unverified": 1}, "allow_unverified"),
+        ({**HAE, "attention_every": 0}, "attention_every"),
+        ({"method": "hae"}, '"scores": "shared"'),
         ({"method": "hybridkv"}, "one set of tokens for all layers and heads"),
         ({"method": "snapkv"}, "one set of tokens for all layers and heads"),
-        ({"method": "streaming"}, "evicts while decoding"),
+        (
+            {"method": "hae", "options": {"drop_hidden_states": True, "ddes": False, "score_layer": 2}},
+            "residual stream",
+        ),
     ],
 )
 def test_invalid_settings_are_refused(given: dict[str, Any], message: str) -> None:
@@ -52,7 +57,7 @@ def test_every_method_runs_or_is_refused_with_a_reason() -> None:
         except (MethodError, OSError, NoVisualTokensError):
             continue
         reason = ENGINE.refusal(method)
-        assert (reason is None) == (method.granularity == "token" and method.decides == ("prefill",)), (name, reason)
+        assert (reason is None) == (method.granularity == "token"), (name, reason)
 
 
 def test_requests_may_choose() -> None:

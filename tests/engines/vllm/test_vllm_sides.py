@@ -35,8 +35,9 @@ class PlainStore:
         slots = (blocks[:, None] * SIZE + torch.arange(SIZE)).flatten()[:tokens]
         return self.keys[idx, slots], self.values[idx, slots]
 
-    def write(self, idx: int, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        self.keys[idx, slots], self.values[idx, slots] = keys, values
+    def move(self, idx: int, source: Tensor, target: Tensor) -> None:
+        for each in (self.keys[idx], self.values[idx]):
+            each[target] = each[source]
 
 
 class OneRank:
@@ -126,10 +127,16 @@ def test_what_was_decided_survives_a_preemption() -> None:
     assert side.compressed_at(2) is None
     again = Chunk("a", 0, PROMPT + 5, PROMPT, (9, 8, 7, 6, 5, 4, 3), 2)
     side.start_step(Plan(begin=[begin()], chunks=[again]))
-    replay = side.replay_of(again)
-    assert replay is not None
-    assert replay.stored.tolist() == [*kept, *range(PROMPT, PROMPT + 5)]
+    step = side.chunk_step(again, 7)
+    assert step is not None
+    assert (step.start, step.stop, step.row) == (PROMPT, PROMPT + 5, 7 + PROMPT)
+    (segment,) = side.segments_of(step, compact=True)
+    assert (segment.start, segment.stop, segment.length) == (PROMPT, PROMPT + 5, 17)
+    slots = [9 * SIZE + i for i in range(SIZE)] + [8 * SIZE + i for i in range(SIZE)]
+    assert set(segment.target.tolist()) < {*slots, *range(5 * SIZE, 8 * SIZE)}
     (freed,) = side.end_step()
+    assert side.compressed_at(9) is not None
+    assert side.recent[-1].kept == kept
     assert freed == Freed("a", 2, 12, (5, 6))
     side.start_step(Plan(finished=("a",)))
     assert side.compressed_at(9) is None
@@ -184,7 +191,7 @@ def feature(offset: int, length: int, modality: str = "image", is_embed: Any = N
 def request(req_id: str = "a", features: Any = None, extra: Any = None) -> Any:
     return SimpleNamespace(
         request_id=req_id, num_prompt_tokens=PROMPT, num_computed_tokens=0,
-        mm_features=[feature(3, 14)] if features is None else features,
+        max_tokens=16, mm_features=[feature(3, 14)] if features is None else features,
         sampling_params=SimpleNamespace(extra_args=extra),
     )  # fmt: skip
 
@@ -222,8 +229,16 @@ def test_requests_are_planned_until_their_prompt_is_complete() -> None:
     one.num_computed_tokens = 22
     assert plan(side, {"a": 1}).chunks == []
     assert list(side.done([Freed("a", 1, 12, (4, 5))])) == [("a", (4, 5))]
+    assert list(side.done([Freed("a", 1, 12, (), 1)])) == []
+    assert list(side.done([Freed("a", 1, 12, (6,), 3)])) == [("a", (6,))]
     assert side.end("a") == {
-        "foveakv": {"method": "random", "prompt_tokens": 22, "stored_prompt_tokens": 12, "freed_blocks": 2}
+        "foveakv": {
+            "method": "random",
+            "prompt_tokens": 22,
+            "stored_prompt_tokens": 12,
+            "evicted_while_decoding": 3,
+            "freed_blocks": 3,
+        }
     }
     assert side.end("a") is None
 

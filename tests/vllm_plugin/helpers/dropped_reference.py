@@ -26,16 +26,18 @@ class Reference:
         return self.processor(text=prompt["prompt"], images=pictures, return_tensors="pt")
 
     @torch.no_grad()
-    def log_probabilities(self, prompt: dict[str, Any], kept: list[int] | None, tokens: list[int]) -> torch.Tensor:
+    def log_probabilities(
+        self, prompt: dict[str, Any], kept: list[int] | None, tokens: list[int], cache: Any = None
+    ) -> torch.Tensor:
         """Return the log-probabilities of the next token before each of `tokens`: [n, vocabulary].
 
-        kept: prompt tokens that stay in the cache of every layer; None = all.
+        kept: prompt tokens that stay in the cache of every layer; None = all. cache: instead of an ordinary cache.
         """
         inputs = self.inputs(prompt)
         length = inputs["input_ids"].shape[1]
         if hasattr(getattr(self.model, "model", None), "rope_deltas"):
             self.model.model.rope_deltas = None  # of an earlier prompt
-        cache = DynamicCache(config=self.model.config.get_text_config())
+        cache = DynamicCache(config=self.model.config.get_text_config()) if cache is None else cache
         output = self.model(**inputs, past_key_values=cache, use_cache=True)
         delta = getattr(getattr(self.model, "model", None), "rope_deltas", None)
         if kept is not None:

@@ -131,3 +131,57 @@ def recorded_maps(llm: Any) -> Iterator[list[Any]]:
         yield maps
     finally:
         side.add = add
+
+
+@contextmanager
+def recorded_positions() -> Iterator[dict[str, list[int]]]:
+    """The tokens that each request stored after its last step inside the block, by its id without suffix, sorted."""
+    side, found = worker_side(), {}
+    complete = side._complete_step
+
+    def recorded(step: Any) -> Any:
+        freed = complete(step)
+        found[step.known.req_id.rsplit("-", 1)[0]] = step.known.stored(step.stop).sort().values.tolist()
+        return freed
+
+    side._complete_step = recorded
+    try:
+        yield found
+    finally:
+        side._complete_step = complete
+
+
+@contextmanager
+def counted(scheduler: Any) -> Iterator[dict[str, int]]:
+    """Count preemptions and the most requests that run side by side."""
+    counts = {"preempted": 0, "side by side": 0}
+    preempt, schedule = scheduler._preempt_request, scheduler.schedule
+
+    def preempt_and_count(*args: Any, **kwargs: Any) -> Any:
+        counts["preempted"] += 1
+        return preempt(*args, **kwargs)
+
+    def schedule_and_count(*args: Any, **kwargs: Any) -> Any:
+        made = schedule(*args, **kwargs)
+        counts["side by side"] = max(counts["side by side"], len(scheduler.running))
+        return made
+
+    scheduler._preempt_request, scheduler.schedule = preempt_and_count, schedule_and_count
+    yield counts
+
+
+@contextmanager
+def replayed() -> Iterator[list[int]]:
+    """The number of evictions that recomputed requests repeat inside the block, in a list of one."""
+    side, found = worker_side(), [0]
+    complete = side._complete_step
+
+    def counted(step: Any) -> Any:
+        found[0] += len(step.known.missing(step.stop))
+        return complete(step)
+
+    side._complete_step = counted
+    try:
+        yield found
+    finally:
+        side._complete_step = complete

@@ -16,8 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from foveakv.engines.vllm import model_facts, private, support
-from foveakv.engines.vllm.cpu_store import CPUStore
+from foveakv.engines.vllm import model_facts, platforms, private, support
 from foveakv.engines.vllm.plan import Freed, Plan
 from foveakv.engines.vllm.scheduler_side import SchedulerSide
 from foveakv.engines.vllm.settings import ENGINE, Choice, parse
@@ -52,7 +51,7 @@ class FoveaKVConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         private.check()
         settings = parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        support.check_config(vllm_config, kv_cache_config)
+        support.check_config(vllm_config, kv_cache_config, settings.allow_unverified)
         super().__init__(vllm_config, role, kv_cache_config)
         sizes = support.geometry_of(vllm_config, kv_cache_config)
         facts = model_facts.facts_of(vllm_config.model_config, sizes.layers)
@@ -69,6 +68,7 @@ class FoveaKVConnector(KVConnectorBase_V1):
         if not settings.default.off:
             create(settings.default)
         self.scheduler = SchedulerSide(settings, create, sizes) if role is KVConnectorRole.SCHEDULER else None
+        self._attention_every = settings.attention_every
         self._create, self._sizes = create, sizes
         self.worker: WorkerSide | None = None
         self._freed: list[Freed] = []
@@ -82,9 +82,9 @@ class FoveaKVConnector(KVConnectorBase_V1):
             raise UnsupportedModeError("FoveaKV in vLLM does not support MultiConnector; use it as the only connector")
         layers = private.attention_layers(self._vllm_config, list(kv_caches))
         scaling = support.check_layers(layers.values())
-        self.worker = WorkerSide(self._create, self._sizes, scaling, private.TensorParallel())
+        self.worker = WorkerSide(self._create, self._sizes, scaling, private.TensorParallel(), self._attention_every)
         size = self._vllm_config.cache_config.block_size
-        self.worker.store = CPUStore(layers, kv_caches, size)
+        self.worker.store = platforms.store_of(layers, kv_caches, size)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Start a step: vLLM calls this before it builds the attention metadata."""
@@ -104,9 +104,10 @@ class FoveaKVConnector(KVConnectorBase_V1):
         return FreedMetadata(freed) if freed else None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Fail the refused requests."""
+        """Fail the refused requests. vLLM frees their blocks once they have finished receiving, too."""
         results = super().get_transfer_results(finished_req_ids)
         results.failed_recving.update(self._failing)
+        results.finished_recving.update(self._failing)
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -133,6 +134,8 @@ class FoveaKVConnector(KVConnectorBase_V1):
         """Choose what happens to a request."""
         assert self.scheduler is not None
         self.scheduler.add(request)
+        if self.scheduler.compresses(request.request_id):
+            private.keep_out_of_prefix_cache(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Let refused requests wait for a transfer that the worker reports as failed; vLLM then ends them."""
@@ -168,6 +171,8 @@ class FoveaKVConnector(KVConnectorBase_V1):
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request and report on it."""
         assert self.scheduler is not None
+        if self.scheduler.compresses(request.request_id):
+            private.forget_hashes(self._kv_cache_manager, block_ids)
         return False, self.scheduler.end(request.request_id)
 
 

@@ -1,126 +1,24 @@
-"""vLLM's CPU attention backend, which also reads compressed requests.
-
-Without the connector, everything here passes on to vLLM's own classes.
-"""
+"""vLLM's CPU attention backend, which also reads compressed requests."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
-
-import torch
-from torch import Tensor
-from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
-    CPUAttentionMetadata,
     CPUAttentionMetadataBuilder,
 )
 
-from foveakv.engines.vllm.block_layout import entries_of, slots_of
-from foveakv.engines.vllm.connector import FoveaKVConnector
-from foveakv.engines.vllm.plan import Chunk
-from foveakv.engines.vllm.worker_side import Replay, WorkerSide, compressed_row
+from foveakv.engines.vllm.rewriting import ObservingImpl, RewritingBuilder, active_worker
+
+__all__ = ["Backend", "Builder", "Impl", "active_worker"]
 
 
-@dataclass
-class Metadata(CPUAttentionMetadata):
-    """Adds the chunks of prompts to compress, and what is replayed. rows: first row of each chunk in the batch."""
-
-    chunks: list[Chunk] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    replays: list[tuple[int, Replay, CPUAttentionMetadata]] = field(default_factory=list)
-
-
-class Builder(CPUAttentionMetadataBuilder):
+class Builder(RewritingBuilder, CPUAttentionMetadataBuilder):
     """Presents compressed requests to the kernel by their stored tokens."""
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
-        """Build the metadata of a step.
 
-        Sequence lengths and tables are replaced by copies. The slots of new tokens are changed in place, since vLLM
-        writes keys and values by the same tensor; they depend on tables and lengths alone, so repeating it is harmless.
-        """
-        worker = active_worker()
-        if worker is None:
-            return super().build(common_prefix_len, common_attn_metadata, fast_build)
-        common = common_attn_metadata
-        starts, lengths = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist()
-        tables, changed = common.block_table_tensor, False
-        chunks: list[tuple[int, int, Chunk]] = []
-        for i, first in enumerate(tables[: common.num_reqs, 0].tolist()):
-            chunk = worker.chunk_at(first)
-            if chunk is not None:
-                chunks.append((i, starts[i], chunk))
-                continue
-            known = worker.compressed_at(first)
-            if known is None or known.evicted == 0:
-                continue
-            if not changed:
-                tables, new_lengths, changed = tables.clone(), common.seq_lens.clone(), True
-            new = starts[i + 1] - starts[i]
-            row = compressed_row(known, tables[i], lengths[i], new, self.block_size)
-            tables[i], new_lengths[i] = row.table, row.length
-            common.slot_mapping[starts[i] : starts[i + 1]] = row.slots
-        if changed:
-            common = replace(common, block_table_tensor=tables, seq_lens=new_lengths)
-        built = super().build(common_prefix_len, common, fast_build)
-        if not chunks:
-            return built
-        own = Metadata(**{each.name: getattr(built, each.name) for each in fields(built)})
-        own.chunks, own.rows = [chunk for _, _, chunk in chunks], [start for _, start, _ in chunks]
-        for i, start, chunk in chunks:
-            replay = worker.replay_of(chunk)
-            if replay is not None:
-                own.replays.append((start, replay, self._replayed(common_attn_metadata, i, replay)))
-        return own
-
-    def _replayed(self, common: Any, i: int, replay: Replay) -> CPUAttentionMetadata:
-        """Return the metadata of the decoded tokens of a request that is recomputed, as a batch of one."""
-        new, length = replay.stop - replay.start, replay.stored.shape[0]
-        first = int(common.query_start_loc_cpu[i]) + replay.start
-        entries = entries_of(length, self.block_size)
-        table = common.block_table_tensor[i : i + 1, :entries].clone()
-        ends = torch.tensor([0, new], dtype=common.query_start_loc.dtype)
-        alone = replace(
-            common, query_start_loc=ends, query_start_loc_cpu=ends, num_reqs=1, num_actual_tokens=new,
-            seq_lens=torch.tensor([length], dtype=common.seq_lens.dtype), max_query_len=new, max_seq_len=length,
-            block_table_tensor=table, positions=common.positions[first : first + new],
-            slot_mapping=slots_of(table[0], torch.arange(length - new, length), self.block_size),
-        )  # fmt: skip
-        return super().build(0, alone)
-
-
-class Impl(CPUAttentionBackendImpl):
+class Impl(ObservingImpl, CPUAttentionBackendImpl):
     """Keeps the query rows that methods observe."""
-
-    def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Any,
-        output: Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Attend as vLLM does, keep queries of prompts, and replay decoded tokens of recomputed requests."""
-        found = super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **kwargs)
-        worker = active_worker() if isinstance(attn_metadata, Metadata) else None
-        if worker is None:
-            return found
-        idx = worker.stored_at(layer.layer_name)
-        for chunk, start in zip(attn_metadata.chunks, attn_metadata.rows, strict=True):
-            if worker.wants(chunk, idx):
-                worker.take_queries(chunk, idx, query[start : start + chunk.stop - chunk.start])
-        for start, replay, metadata in attn_metadata.replays:
-            worker.compact(idx, replay.blocks, replay.tokens, replay.stored)
-            rows = slice(start + replay.start, start + replay.stop)
-            super().forward(layer, query[rows], key[rows], value[rows], kv_cache, metadata, output[rows])
-        return found
 
 
 class Backend(CPUAttentionBackend):
@@ -135,9 +33,3 @@ class Backend(CPUAttentionBackend):
     def get_builder_cls() -> type[Builder]:
         """Return the builder of the metadata."""
         return Builder
-
-
-def active_worker() -> WorkerSide | None:
-    """Return the plugin's worker side, if this engine uses the connector."""
-    group = get_kv_transfer_group() if has_kv_transfer_group() else None
-    return group.worker if isinstance(group, FoveaKVConnector) else None

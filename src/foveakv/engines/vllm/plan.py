@@ -59,9 +59,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class Freed:
-    """A compressed request. kept: prompt tokens stored. entries: entries of its block table that are not needed."""
+    """A compressed request after a step.
+
+    kept: prompt tokens that were stored when the prompt was complete. entries: entries of its block table that are not
+    needed any more. evicted: tokens evicted while decoding, so far.
+    """
 
     req_id: str
     epoch: int
     kept: int
     entries: tuple[int, ...]
+    evicted: int = 0

@@ -24,13 +24,18 @@ _log = logging.getLogger("vllm.foveakv")
 
 @dataclass
 class Known:
-    """A request to compress. epoch: how often it has been started. kept: prompt tokens stored, once known."""
+    """A request to compress.
+
+    epoch: how often it has been started. kept: prompt tokens stored when the prompt is complete, once known. evicted:
+    tokens evicted while decoding. freed_blocks: of this start.
+    """
 
     request: Any
     choice: Choice
     prompt: PromptMap
     epoch: int = 0
     kept: int | None = None
+    evicted: int = 0
     freed_blocks: int = 0
 
 
@@ -54,11 +59,17 @@ class SchedulerSide:
             if not prompt.has_visual:
                 return
             read_prompt(self._create(choice), prompt, self._sizes)  # the method checks its settings against the prompt
+            if request.max_tokens == 1:
+                return  # the only token comes from the whole prompt; beam search asks for one token at a time
         except FoveaKVError as error:
             _log.error("FoveaKV: request %s is refused: %s", request.request_id, error)
             self._refused.add(request.request_id)
             return
         self._known[request.request_id] = Known(request, choice, prompt)
+
+    def compresses(self, req_id: str) -> bool:
+        """Whether the prompt of a request is compressed."""
+        return req_id in self._known
 
     def refuses(self, req_id: str) -> bool:
         """Whether a request must fail instead of run."""
@@ -90,6 +101,7 @@ class SchedulerSide:
                 continue
             if start == 0:
                 known.epoch += 1
+                known.freed_blocks = 0
                 plan.begin.append(Begin(req_id, known.choice, known.prompt.kinds, known.prompt.index))
             blocks = tuple(blocks_of(req_id))
             plan.chunks.append(Chunk(req_id, start, start + count, prompt, blocks, known.epoch))
@@ -104,7 +116,8 @@ class SchedulerSide:
             known = self._known.get(each.req_id)
             if known is None or known.epoch != each.epoch or known.request.num_computed_tokens == 0:
                 continue
-            known.kept, known.freed_blocks = each.kept, len(each.entries)
+            known.kept, known.evicted = each.kept, each.evicted
+            known.freed_blocks += len(each.entries)
             if each.entries:
                 yield each.req_id, each.entries
 
@@ -119,6 +132,7 @@ class SchedulerSide:
                 "method": known.choice.method,
                 "prompt_tokens": known.prompt.columns,
                 "stored_prompt_tokens": known.kept,
+                "evicted_while_decoding": known.evicted,
                 "freed_blocks": known.freed_blocks,
             }
         }

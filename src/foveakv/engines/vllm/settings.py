@@ -23,9 +23,9 @@ KEY = "foveakv"
 ENGINE = Capabilities(
     engine="vLLM",
     granularity="token",
-    decode_eviction=False,
+    decode_eviction=True,
     retrieval=False,
-    attention_sum=False,
+    attention_sum=True,
     second_pass=False,
     merging=False,
     token_pruning=False,
@@ -58,10 +58,17 @@ class Choice:
 
 @dataclass(frozen=True)
 class Settings:
-    """What an engine was started with. default: for requests that choose nothing. per_request: whether they may."""
+    """What an engine was started with.
+
+    default: for requests that choose nothing. per_request: whether they may. attention_every: the decode steps whose
+    attention is computed for methods that observe it; they count for the others too. allow_unverified: whether it may
+    run where the plugin has not been verified.
+    """
 
     default: Choice
     per_request: bool = True
+    attention_every: int = 1
+    allow_unverified: bool = False
 
     def of_request(self, extra_args: Mapping[str, Any] | None) -> Choice:
         """Return the choice of a request.
@@ -98,13 +105,18 @@ def parse(extra_config: Mapping[str, Any]) -> Settings:
         MethodError: a setting is missing, unknown or invalid, or vLLM cannot run the method.
     """
     what = "kv_connector_extra_config"
-    choice = _choice(extra_config, what, ("method", "options", "per_request"))
-    per_request = extra_config.get("per_request", True)
-    if not isinstance(per_request, bool):
-        raise MethodError(f"{what}: per_request must be true or false, got {per_request!r}")
+    flags = {"per_request": True, "allow_unverified": False}
+    choice = _choice(extra_config, what, ("method", "options", "attention_every", *flags))
+    every = extra_config.get("attention_every", 1)
+    if type(every) is not int or every < 1:
+        raise MethodError(f"{what}: attention_every must be a whole number of steps above 0, got {every!r}")
+    for name, default in flags.items():
+        flags[name] = extra_config.get(name, default)
+        if not isinstance(flags[name], bool):
+            raise MethodError(f"{what}: {name} must be true or false, got {flags[name]!r}")
     if not choice.off:
         choice.create()
-    return Settings(choice, per_request)
+    return Settings(choice, attention_every=every, **flags)
 
 
 def _choice(given: Any, what: str, known: tuple[str, ...]) -> Choice:
@@ -136,5 +148,5 @@ def _from_json(text: str) -> Any:
 
 def _advice(method: Method) -> str:
     if getattr(method, "ddes", False):
-        return 'with "ddes": false HAE evicts at prefill only, which vLLM supports'
+        return 'HAE runs with "scores": "shared", or with "ddes": false'
     return "vLLM has one block table per request; use the transformers engine for this method"

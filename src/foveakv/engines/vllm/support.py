@@ -6,12 +6,20 @@ from collections.abc import Iterable
 from typing import Any
 
 from foveakv.core.budget import Geometry
+from foveakv.engines.vllm.platforms import check_platform
 from foveakv.engines.vllm.private import cache_specs
 from foveakv.errors import UnsupportedModeError, UnsupportedModelError
 
+_PLAIN_DTYPES = ("auto", "float16", "bfloat16")
 
-def check_config(config: Any, kv_cache_config: Any) -> None:
+
+def check_config(config: Any, kv_cache_config: Any, allow_unverified: bool = False) -> None:
     """Check a `VllmConfig` and its `KVCacheConfig`.
+
+    Args:
+        config: the configuration of the engine.
+        kv_cache_config: of its cache.
+        allow_unverified: whether platforms are allowed on which the plugin has not been run.
 
     Raises:
         UnsupportedModeError: a feature is in use that the plugin does not support; the message has the option.
@@ -19,27 +27,27 @@ def check_config(config: Any, kv_cache_config: Any) -> None:
     """
     parallel, cache, model = config.parallel_config, config.cache_config, config.model_config
     refusals = {
-        "prefix caching: blocks whose content changes must not be found by their hash; pass "
-        "enable_prefix_caching=False (--no-enable-prefix-caching)": cache.enable_prefix_caching,
         "speculative decoding; leave speculative_config out": config.speculative_config is not None,
         "LoRA; leave enable_lora out": config.lora_config is not None,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "data parallelism inside one engine; start several servers": parallel.data_parallel_size > 1,
+        "micro-batches (enable_dbo)": bool(getattr(parallel, "use_ubatching", False)),
         "context parallelism": _any_above_one(
             parallel, ("decode_context_parallel_size", "prefill_context_parallel_size")
         ),
-        # Workers gather heads over ranks (`private.TensorParallel`), but that has not been tested.
-        "tensor parallelism yet; use tensor_parallel_size=1": parallel.tensor_parallel_size > 1,
+        f"more tensor-parallel ranks than KV heads; use tensor_parallel_size={model.get_total_num_kv_heads()}": (
+            parallel.tensor_parallel_size > model.get_total_num_kv_heads()
+        ),
         'kv_load_failure_policy "recompute"; use "fail", by which refused requests end': (
             config.kv_transfer_config.kv_load_failure_policy != "fail"
         ),
-        f"kv_cache_dtype {cache.cache_dtype!r}; use auto": str(cache.cache_dtype).startswith(("fp8", "int", "nvfp4")),
+        f"kv_cache_dtype {cache.cache_dtype!r}; use auto": str(cache.cache_dtype) not in _PLAIN_DTYPES,
         "vLLM's model runner V2; set VLLM_USE_V2_MODEL_RUNNER=0": bool(getattr(config, "use_v2_model_runner", False)),
     }
     for what, refused in refusals.items():
         if refused:
             raise UnsupportedModeError(f"FoveaKV in vLLM does not support {what}")
-    _check_platform()
+    check_platform(config, allow_unverified)
     _check_specs(cache_specs(kv_cache_config))
     if getattr(model, "is_mm_prefix_lm", False):
         raise UnsupportedModelError(
@@ -67,9 +75,10 @@ def check_layers(layers: Iterable[Any]) -> float:
     for layer in layers:
         attention = layer.impl
         lacking = {
-            "sliding windows": attention.sliding_window not in (None, -1),
+            "sliding windows": attention.sliding_window not in (None, -1, (-1, -1)),
             "ALiBi, whose bias depends on where a token is stored": attention.alibi_slopes is not None,
             "a soft cap of attention logits": bool(attention.logits_soft_cap),
+            "attention sinks, which methods do not see": getattr(attention, "sinks", None) is not None,
             "layers that share keys and values": attention.kv_sharing_target_layer_name is not None,
         }
         for what, refused in lacking.items():
@@ -79,16 +88,6 @@ def check_layers(layers: Iterable[Any]) -> float:
     if len(scales) != 1:
         raise UnsupportedModelError(f"FoveaKV in vLLM needs one scaling factor for all layers, got {sorted(scales)}")
     return scales.pop()
-
-
-def _check_platform() -> None:
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        raise UnsupportedModeError(
-            f"FoveaKV in vLLM supports the CPU backend only so far, and this is {current_platform.device_name!r}; use "
-            "the transformers engine on this device"
-        )
 
 
 def _check_specs(specs: list[Any]) -> None:

@@ -17,40 +17,36 @@ from foveakv.core.budget import Geometry
 from foveakv.core.prompt import PromptMap
 from foveakv.engines.vllm.block_layout import entries_of, freed_entries, slots_of, without_entries
 from foveakv.engines.vllm.deciding import decide, read_prompt
+from foveakv.engines.vllm.decoding import decide_step, is_called
 from foveakv.engines.vllm.plan import Chunk, Freed, Plan
+from foveakv.engines.vllm.replay import Segment, segments
 from foveakv.engines.vllm.settings import Choice
-from foveakv.engines.vllm.stored import Compressed, Outcome, PagedStore, Ranks, Reading
+from foveakv.engines.vllm.stored import Compressed, Outcome, PagedStore, Ranks, Reading, Step
 from foveakv.methods import Method
 
 _log = logging.getLogger("vllm.foveakv")
 
 
-@dataclass(frozen=True)
-class Replay:
-    """Decoded tokens of a request that is recomputed after a preemption; they must not see evicted tokens.
-
-    start, stop: their rows among those of the chunk. blocks: of the tokens read so far. stored: int64 [n], tokens that
-    are stored. tokens: number of tokens read so far.
-    """
-
-    start: int
-    stop: int
-    blocks: Tensor
-    stored: Tensor
-    tokens: int
-
-
 class WorkerSide:
     """Compresses prompts on one rank. All ranks get the same plans and decide alike."""
 
-    def __init__(self, create: Callable[[Choice], Method], sizes: Geometry, scaling: float, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        create: Callable[[Choice], Method],
+        sizes: Geometry,
+        scaling: float,
+        ranks: Ranks,
+        attention_every: int = 1,
+    ) -> None:
         self.store: PagedStore | None = None
         self.recent: deque[Outcome] = deque(maxlen=64)
         self._create, self._sizes, self._scaling, self._ranks = create, sizes, scaling, ranks
+        self._attention_every = attention_every
         self._reading: dict[str, Reading] = {}
         self._compressed: dict[str, Compressed] = {}
         self._by_block: dict[int, Compressed] = {}
         self._chunks: dict[int, Chunk] = {}
+        self._steps: dict[str, Step] = {}
         self._failing: dict[str, int] = {}
         self._broken: dict[str, int] = {}
 
@@ -69,6 +65,7 @@ class WorkerSide:
                 prompt = PromptMap(each.kinds, each.index)
                 self._reading[each.req_id] = read_prompt(self._create(each.choice), prompt, self._sizes)
         self._chunks = {chunk.blocks[0]: chunk for chunk in plan.chunks}
+        self._steps = {}
 
     def chunk_at(self, first_block: int) -> Chunk | None:
         """Return the chunk of the request whose table starts with a block, if it is read in this step."""
@@ -78,15 +75,38 @@ class WorkerSide:
         """Return the compressed request whose table starts with a block."""
         return self._by_block.get(first_block)
 
-    def replay_of(self, chunk: Chunk) -> Replay | None:
-        """Return what must be replayed after a chunk; None for first prefills and while the prompt is incomplete."""
+    def chunk_step(self, chunk: Chunk, row: int) -> Step | None:
+        """Return the decoded tokens of a chunk that completes the prompt of a recomputed request, to be replayed.
+
+        None: the request is read for the first time, or its prompt is not complete. row: row of the chunk's first token
+        in the batch.
+        """
         known = self._compressed.get(chunk.req_id)
-        if known is None or not chunk.completes or known.evicted == 0 or chunk.stop == chunk.prompt:
+        if known is None or not chunk.completes:
             return None
-        return Replay(
-            chunk.prompt - chunk.start, chunk.stop - chunk.start, torch.tensor(chunk.blocks),
-            known.stored(chunk.stop), chunk.stop,
-        )  # fmt: skip
+        known.epoch, known.first_block = chunk.epoch, chunk.blocks[0]
+        self._by_block[chunk.blocks[0]] = known
+        step = Step(known, chunk.prompt, chunk.stop, row + chunk.prompt - chunk.start, torch.tensor(chunk.blocks), 0)
+        self._steps[chunk.req_id] = step
+        return step
+
+    def decode_step(self, known: Compressed, table: Tensor, start: int, stop: int, row: int) -> Step | None:
+        """Return a step after the prompt, if it needs more than vLLM's attention; table: int [entries], those in use.
+
+        start, stop: the new tokens of the context. row: row of token `start` in the batch.
+        """
+        assert self.store is not None
+        if known.decoding is None and not known.missing(stop):
+            return None
+        entries = entries_of(stop, self.store.size) - len(known.freed)
+        step = Step(known, start, stop, row, table[:entries].long(), known.evicted)
+        self._steps[known.req_id] = step
+        return step
+
+    def segments_of(self, step: Step, *, compact: bool) -> list[Segment]:
+        """See `replay.segments`."""
+        assert self.store is not None
+        return segments(step, self.store.size, compact=compact)
 
     def stored_at(self, layer_name: str) -> int:
         """Return the index of a layer."""
@@ -103,10 +123,21 @@ class WorkerSide:
         reading = self._reading[chunk.req_id]
         reading.take(idx, chunk.start, query[: chunk.prompt - chunk.start])
 
+    def take_step_queries(self, step: Step, idx: int, query: Tensor) -> None:
+        """Keep the rows that a method sees after the step; query: [rows of the batch, Hq, D]."""
+        if step.known.decoding is not None and step.first_new < step.stop:
+            first = step.row + step.first_new - step.start
+            step.queries[idx] = query[first : step.row + step.stop - step.start].to("cpu", copy=True)
+
     def end_step(self) -> list[Freed]:
-        """Compress the prompts that this step has completed, after the last layer."""
-        done = [self._complete(chunk) for chunk in self._chunks.values() if chunk.completes]
-        self._chunks = {}
+        """Compress the prompts that this step has completed, and call methods that evict; after the last layer."""
+        done = [
+            self._complete(chunk)
+            for chunk in self._chunks.values()
+            if chunk.completes and chunk.req_id not in self._steps
+        ]
+        done += [self._complete_step(step) for step in self._steps.values()]
+        self._chunks, self._steps = {}, {}
         return [each for each in done if each is not None]
 
     @property
@@ -116,54 +147,84 @@ class WorkerSide:
 
     # ---- storing
 
-    def compact(self, idx: int, blocks: Tensor, tokens: int, stored: Tensor) -> None:
-        """Move the stored tokens of one layer to the first slots.
-
-        Args:
-            idx: the layer.
-            blocks: int64 [entries], blocks that hold the first `tokens` tokens of the context in order.
-            tokens: see `blocks`.
-            stored: int64 [n], the tokens to store, ascending.
-        """
+    def move(self, idx: int, segment: Segment) -> None:
+        """Move the tokens of one layer that a segment needs in other slots."""
         assert self.store is not None
-        numbers = torch.arange(stored.shape[0])
-        moved = stored != numbers
-        keys, values = self.store.read(idx, blocks, tokens)
-        slots = slots_of(blocks, numbers[moved], self.store.size)
-        self.store.write(idx, keys[stored[moved]], values[stored[moved]], slots)
+        self.store.move(idx, segment.source, segment.target)
+
+    def _move_all(self, blocks: Tensor, source: Tensor, target: Tensor) -> None:
+        """Move stored tokens in all layers, by their numbers int64 [n]."""
+        assert self.store is not None
+        slots = [slots_of(blocks, each, self.store.size) for each in (source, target)]
+        for idx in range(self._sizes.layers):
+            self.store.move(idx, *slots)
 
     def _complete(self, chunk: Chunk) -> Freed | None:
+        """Compress a prompt that is complete for the first time."""
         assert self.store is not None
         blocks = torch.tensor(chunk.blocks)
-        known = self._compressed.get(chunk.req_id)
-        replayed = known is not None and self.replay_of(chunk) is not None
-        if known is None:
-            reading = self._reading.pop(chunk.req_id)
-            try:
-                keep = decide(reading, self.store, blocks, self._scaling, self._ranks)
-            except Exception:
-                _log.exception("FoveaKV: the method failed; request %s ends with an error", chunk.req_id)
-                self._broken[chunk.req_id] = chunk.blocks[0]
-                return None
-            known = Compressed(chunk.req_id, keep.nonzero().flatten(), chunk.prompt)
-            self._compressed[chunk.req_id] = known
-        if known.evicted and not replayed:
-            for idx in range(self._sizes.layers):
-                self.compact(idx, blocks, chunk.stop, known.stored(chunk.stop))
-        known.freed = freed_entries(chunk.stop, known.evicted, self.store.size)
+        reading = self._reading.pop(chunk.req_id)
+        try:
+            keep = decide(reading, self.store, blocks, self._scaling, self._ranks)
+        except Exception:
+            self._fail(chunk.req_id, chunk.blocks[0])
+            return None
+        decoding = reading if is_called(reading.method) else None
+        known = Compressed(chunk.req_id, keep.nonzero().flatten(), chunk.prompt, chunk.epoch, decoding)
+        self._compressed[chunk.req_id] = known
         known.first_block = chunk.blocks[0]
         self._by_block[chunk.blocks[0]] = known
+        numbers = torch.arange(known.kept.shape[0])
+        moved = known.kept != numbers
+        self._move_all(blocks, known.kept[moved], numbers[moved])
+        freed = self._free(known, chunk.stop)
         self.recent.append(Outcome(chunk.req_id, chunk.prompt, known.kept.tolist(), known.freed))
-        return Freed(chunk.req_id, chunk.epoch, known.kept.shape[0], known.freed)
+        return freed
+
+    def _complete_step(self, step: Step) -> Freed | None:
+        """Take note of what a step has replayed, and call the method for the tokens that it has not seen."""
+        assert self.store is not None
+        known = step.known
+        for eviction in known.missing(step.stop):
+            known.carry_out(eviction)
+        evicted = None
+        if known.decoding is not None and step.first_new < step.stop:
+            try:
+                evicted = decide_step(
+                    step, self.store, self._sizes.layers, self._scaling, self._ranks, self._attention_every
+                )
+            except Exception:
+                self._fail(known.req_id, int(step.blocks[0]))
+                known.decoding = None
+                return None
+            known.seen = step.stop
+        if evicted is not None:
+            self._move_all(step.blocks, evicted.source, evicted.target)
+            known.history.append(evicted)
+            known.carry_out(evicted)
+        return self._free(known, step.stop)
+
+    def _free(self, known: Compressed, tokens: int) -> Freed:
+        """Give back the blocks that a request of `tokens` tokens does not need any more."""
+        assert self.store is not None
+        entries = freed_entries(tokens, known.evicted, self.store.size, known.freed)
+        known.freed = tuple(sorted((*known.freed, *entries)))
+        decoded = known.evicted - (known.prompt - known.kept.shape[0])
+        return Freed(known.req_id, known.epoch, known.kept.shape[0], entries, decoded)
+
+    def _fail(self, req_id: str, first_block: int) -> None:
+        _log.exception("FoveaKV: the method failed; request %s ends with an error", req_id)
+        self._broken[req_id] = first_block
 
     def _detach(self, req_id: str) -> None:
-        """A request has lost its blocks. What was decided about its prompt stays valid."""
+        """A request has lost its blocks. What was decided about it stays valid."""
         self._reading.pop(req_id, None)
         self._broken.pop(req_id, None)
         known = self._compressed.get(req_id)
-        if known is not None and known.first_block is not None:
-            self._by_block.pop(known.first_block, None)
-            known.first_block = None
+        if known is not None:
+            if known.first_block is not None:
+                self._by_block.pop(known.first_block, None)
+            known.reset()
 
     def _forget(self, req_id: str) -> None:
         self._detach(req_id)
