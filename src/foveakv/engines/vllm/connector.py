@@ -104,9 +104,10 @@ class FoveaKVConnector(KVConnectorBase_V1):
         return FreedMetadata(freed) if freed else None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Fail the refused requests."""
+        """Fail the refused requests; vLLM ignores failures of transfers that are not also finished."""
         results = super().get_transfer_results(finished_req_ids)
         results.failed_recving.update(self._failing)
+        results.finished_recving.update(self._failing)
         return results
 
     def get_block_ids_with_load_errors(self) -> set[int]:
