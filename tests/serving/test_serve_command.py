@@ -49,8 +49,8 @@ def example(index: int) -> str:
     return re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)[index]
 
 
-def serve_command() -> list[str]:
-    line = next(line for line in PAGE.splitlines() if line.startswith("foveakv serve"))
+def serve_command(page: str = PAGE) -> list[str]:
+    line = next(line for line in page.splitlines() if line.startswith("foveakv serve"))
     return shlex.split(line)[2:]
 
 
@@ -85,6 +85,23 @@ def test_the_two_commands_of_the_documentation(tmp_path: Path) -> None:
         assert scope["reply"].usage.foveakv["kept"]["grids"] == [[8, 8]] * 4
     finally:
         stop(process)
+
+
+@pytest.mark.demo
+def test_the_example_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf8")
+    (example,) = re.findall(r"^```py\n(.*?)^```$", readme, re.M | re.S)
+    arguments = serve_command(readme)
+    arguments[arguments.index("--port") + 1] = "0"
+    process, address = start(arguments)
+    try:
+        scope: dict[str, Any] = {}
+        exec(compile(example.replace("http://127.0.0.1:8000", address), "example", "exec"), scope)
+    finally:
+        stop(process)
+    answer, share = capsys.readouterr().out.split()
+    assert answer.startswith(scope["card"].answer)
+    assert 0 < float(share) < 1
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
-"""`foveakv serve MODEL --engine vllm`, run for real."""
+"""`foveakv serve MODEL --engine vllm` and the request of docs/serving.md, run for real."""
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -13,15 +16,16 @@ import vllm_server
 from foveakv.models import embedded
 
 pytestmark = pytest.mark.demo
+PAGE = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf8")
 
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    arguments = ["--engine", "vllm", "--method", "hae", "--set", "ddes=false", "--set", "target_visual_tokens=0.25"]
+    (documented,) = re.findall(r"^foveakv (serve demo --engine vllm .*)$", PAGE, re.M)
     more = [f"--vllm-arg={each}" for each in (*vllm_server.SMALL, "--max-model-len", "2048")]
 
     def command(port: int) -> list[str]:
-        return [sys.executable, "-m", "foveakv", "serve", "demo", *arguments, "--port", str(port), *more]
+        return [sys.executable, "-m", "foveakv", *shlex.split(documented), "--port", str(port), *more]
 
     log = tmp_path_factory.mktemp("serve") / "log"
     with vllm_server.running(command, log, FOVEAKV_API_KEY="secret") as found:
@@ -50,6 +54,15 @@ def test_the_embedded_model_answers(client: openai.OpenAI) -> None:
         chunks = vllm_server.ask(client, content, model="demo", max_tokens=8, stream=True)
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
         assert text == reply.choices[0].message.content
+
+
+def test_the_request_of_the_documentation(client: openai.OpenAI) -> None:
+    content, answer = card_question(4, 1)
+    example = next(each for each in re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S) if "vllm_xargs" in each)
+    scope: dict[str, Any] = {"client": client, "content": content}
+    exec(compile(example, "example", "exec"), scope)
+    assert scope["reply"].choices[0].message.content.strip().startswith(answer)
+    assert scope["reply"].kv_transfer_params["foveakv"]["stored_prompt_tokens"] > 0
 
 
 def test_the_key_and_urls(client: openai.OpenAI) -> None:
