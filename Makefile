@@ -20,7 +20,7 @@ help:
 	@echo "make test-lowest  run the tests on the lowest supported torch and transformers"
 	@echo "make test-processors"
 	@echo "                  run the tests as older processors compute, with one and two threads: eight runs"
-	@echo "make test-vllm    run the tests of the vLLM plugin inside vLLM (an environment of its own, 3.5 GB)"
+	@echo "make test-vllm    run the tests of the vLLM plugin inside vLLM (an environment of its own, 3.7 GB)"
 	@echo "make lint         run ruff and mypy"
 	@echo "make docs         build the documentation site into out/site; make docs-serve serves it on localhost"
 	@echo "make wheel-check  build the wheel, install it into an empty environment and run the README's first example"
