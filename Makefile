@@ -54,7 +54,9 @@ test-processors: $(VENV)/.ready
 	echo "== summary"; printf "$$summary"; exit $$failed
 
 # One engine at a time, in one process; tests that need several processes start them.
+# Without vLLM its tests would not be collected, so that a broken environment is an error first.
 test-vllm: $(VLLM)/.ready
+	@$(VLLM)/bin/python -c 'import vllm'
 	@OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/vllm_plugin tests/engines/vllm
 
 lint: $(VENV)/.ready-lint
