@@ -20,7 +20,7 @@ help:
 	@echo "make test-lowest  run the tests on the lowest supported torch and transformers"
 	@echo "make test-processors"
 	@echo "                  run the tests as older processors compute, with one and two threads: eight runs"
-	@echo "make test-vllm    run the tests of the vLLM plugin inside vLLM (an environment of its own, 3.5 GB)"
+	@echo "make test-vllm    run the tests of the vLLM plugin inside vLLM (an environment of its own, 3.7 GB)"
 	@echo "make lint         run ruff and mypy"
 	@echo "make docs         build the documentation site into out/site; make docs-serve serves it on localhost"
 	@echo "make wheel-check  build the wheel, install it into an empty environment and run the README's first example"
@@ -54,7 +54,9 @@ test-processors: $(VENV)/.ready
 	echo "== summary"; printf "$$summary"; exit $$failed
 
 # One engine at a time, in one process; tests that need several processes start them.
+# Without vLLM its tests would not be collected, so that a broken environment is an error first.
 test-vllm: $(VLLM)/.ready
+	@$(VLLM)/bin/python -c 'import vllm'
 	@OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -m "slow or not slow" tests/vllm_plugin tests/engines/vllm
 
 lint: $(VENV)/.ready-lint

@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks import common
+from benchmarks.measure import measure
 from benchmarks.methods import ALL, CORE
 
 app = typer.Typer(help=__doc__, no_args_is_help=True)
@@ -35,18 +34,6 @@ Quick = Annotated[bool, typer.Option("--quick", help="Tiny sizes, takes seconds;
 Resume = Annotated[
     bool, typer.Option("--resume", help="Keep the rows of the result file and measure the missing ones.")
 ]
-
-
-def _measure(
-    name: str, settings: dict[str, Any], *, out: Path, label: str = "", quick: bool, resume: bool
-) -> dict[str, Any]:
-    module = importlib.import_module(f"benchmarks.{name}")
-    recorder = common.Recorder(name, module.BY, settings, folder=out, label=label, quick=quick, resume=resume)
-    module.run(recorder)
-    content = recorder.finish()
-    _show(content)
-    Console().print(f"written: {recorder.path}")
-    return content
 
 
 @run.command("decode_attention")
@@ -77,7 +64,7 @@ def decode_attention(
         "dtype": dtype,
         "seed": seed,
     }
-    _measure("decode_attention", settings, out=out, label=label, quick=quick, resume=resume)
+    measure("decode_attention", settings, out=out, label=label, quick=quick, resume=resume)
 
 
 @run.command()
@@ -118,7 +105,7 @@ def generate(
         "dtype": dtype,
         "seed": seed,
     }
-    _measure("generate", settings, out=out, label=label, quick=quick, resume=resume)
+    measure("generate", settings, out=out, label=label, quick=quick, resume=resume)
 
 
 @run.command()
@@ -150,7 +137,7 @@ def story(
         "dtype": dtype,
         "seed": seed,
     }
-    _measure("story", settings, out=out, label=label, quick=quick, resume=resume)
+    measure("story", settings, out=out, label=label, quick=quick, resume=resume)
 
 
 @run.command()
@@ -181,7 +168,7 @@ def prefill(
         "dtype": dtype,
         "seed": seed,
     }
-    _measure("prefill", settings, out=out, label=label, quick=quick, resume=resume)
+    measure("prefill", settings, out=out, label=label, quick=quick, resume=resume)
 
 
 @run.command()
@@ -206,7 +193,7 @@ def short(
         "repeats": repeats or (1 if quick else 7),
         "seed": seed,
     }
-    _measure("short", settings, out=out, label=label, quick=quick, resume=resume)
+    measure("short", settings, out=out, label=label, quick=quick, resume=resume)
 
 
 @run.command()
@@ -235,7 +222,7 @@ def memory(
         "dtype": dtype,
         "seed": seed,
     }
-    _measure("memory", settings, out=out, label=label, quick=quick, resume=resume)
+    measure("memory", settings, out=out, label=label, quick=quick, resume=resume)
 
 
 @run.command()
@@ -260,7 +247,7 @@ def append(
         "dtype": dtype,
         "seed": seed,
     }
-    _measure("append", settings, out=out, label=label, quick=quick, resume=resume)
+    measure("append", settings, out=out, label=label, quick=quick, resume=resume)
 
 
 @run.command()
@@ -288,7 +275,7 @@ def kvpress(
         "dtype": dtype,
         "seed": seed,
     }
-    _measure("kvpress", settings, out=out, label=label, quick=quick, resume=resume)
+    measure("kvpress", settings, out=out, label=label, quick=quick, resume=resume)
 
 
 @run.command()
@@ -320,7 +307,56 @@ def scale(
         "dtype": dtype,
         "seed": seed,
     }
-    _measure("scale", settings, out=out, label=label, quick=quick, resume=resume)
+    measure("scale", settings, out=out, label=label, quick=quick, resume=resume)
+
+
+@run.command()
+def vllm(
+    share: Annotated[float, typer.Option(help="Visual tokens to keep.")] = 0.25,
+    blocks: Annotated[int, typer.Option(help="Blocks of 32 tokens in the pool.")] = 120,
+    requests: Annotated[int | None, typer.Option(help="Requests that are sent at once.")] = None,
+    tokens: Annotated[int | None, typer.Option(help="New tokens of each.")] = None,
+    task: Annotated[str, typer.Option(help="Task of the evaluation whose prompts are used.")] = "cards-16",
+    threads: Annotated[int, typer.Option(help="Threads of each engine.")] = 1,
+    repeats: Repeats = None,
+    label: Label = "",
+    out: Out = common.RESULTS,
+    quick: Quick = False,
+    resume: Resume = False,
+) -> None:
+    """The embedded model in vLLM under load, with and without the plugin, and the time of scoring."""
+    settings = {
+        "share": share,
+        "blocks": blocks,
+        "requests": requests or (2 if quick else 12),
+        "tokens": tokens or (4 if quick else 96),
+        "task": "cards-4" if quick else task,
+        "threads": threads,
+        "repeats": repeats or (1 if quick else 3),
+        "prompts": 1 if quick else 7,
+    }
+    measure("vllm", settings, out=out, label=label, quick=quick, resume=resume)
+
+
+@run.command("vllm_accuracy")
+def vllm_accuracy(
+    task: Annotated[list[str] | None, typer.Option(help="Tasks of the evaluation; repeat for several.")] = None,
+    share: Annotated[list[float] | None, typer.Option(help="Visual tokens to keep; repeat for several.")] = None,
+    items: Annotated[int | None, typer.Option(help="Items of each task.")] = None,
+    threads: Annotated[int, typer.Option(help="Threads of each engine.")] = 1,
+    label: Label = "",
+    out: Out = common.RESULTS,
+    quick: Quick = False,
+    resume: Resume = False,
+) -> None:
+    """The evaluation's tasks through vLLM and through transformers: scores, kept tokens, answers."""
+    settings = {
+        "tasks": task or (["cards-1"] if quick else ["cards-4", "chart", "photos", "row", "reading"]),
+        "shares": share or ([0.2] if quick else [0.1, 0.2, 0.4]),
+        "items": items or (1 if quick else 10),
+        "threads": threads,
+    }
+    measure("vllm_accuracy", settings, out=out, label=label, quick=quick, resume=resume)
 
 
 @app.command()
@@ -345,26 +381,6 @@ def readme() -> None:
     from benchmarks.readme import update
 
     update()
-
-
-def _show(content: dict[str, Any]) -> None:
-    rows = content["rows"]
-    table = Table(title=content["benchmark"])
-    hidden = {"load", "at", *(key for row in rows for key, value in row.items() if isinstance(value, list))}
-    columns = [key for key in dict.fromkeys(key for row in rows for key in row) if key not in hidden]
-    for column in columns:
-        table.add_column(column)
-    for row in rows:
-        table.add_row(*[_text(row.get(column)) for column in columns])
-    Console(width=200).print(table)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, dict):
-        return f"{value['median']:.2f} ({value['low']:.2f}-{value['high']:.2f})"
-    if value is None:
-        return ""
-    return f"{value:.3g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 if __name__ == "__main__":

@@ -110,6 +110,31 @@ def _per_token(model: str, method: str) -> Callable[[list[Row]], Found]:
     return find
 
 
+def _side_by_side(rows: list[Row]) -> Found:
+    """Take the ratio of requests side by side with and without the plugin."""
+    plain = _where(rows, part="load", side="vllm")
+    own = [row for row in _where(rows, part="load") if row["side"] != "vllm"]
+    return (own[0]["side_by_side"] / plain[0]["side_by_side"], own[0]["side"]) if plain and own else None
+
+
+def _median(name: str, **fields: Any) -> Callable[[list[Row]], Found]:
+    """Take the median of a field of the plugin's row."""
+    return _of_spread(name, "median", fields)
+
+
+def _highest(name: str, **fields: Any) -> Callable[[list[Row]], Found]:
+    """Take the highest value of a field of the plugin's row."""
+    return _of_spread(name, "high", fields)
+
+
+def _of_spread(name: str, which: str, fields: Row) -> Callable[[list[Row]], Found]:
+    def find(rows: list[Row]) -> Found:
+        own = [row for row in _where(rows, **fields) if row["side"] != "vllm"]
+        return (own[0][name][which], own[0]["side"]) if own else None
+
+    return find
+
+
 _DECODE = {"geometry": "qwen2.5-vl-7b", "dtype": "fp32", "context": 32768, "budget": 0.1}
 
 AIMS: list[Aim] = [
@@ -216,5 +241,32 @@ AIMS: list[Aim] = [
         "x",
         True,
         _against_kvpress(lambda row: row["stored_bytes"]),
+    ),
+    Aim(
+        "vllm-side-by-side",
+        "vllm",
+        "hae in vLLM at a quarter of the visual tokens: requests side by side in the same pool, against vLLM alone",
+        2.0,
+        "x",
+        True,
+        _side_by_side,
+    ),
+    Aim(
+        "vllm-scoring",
+        "vllm",
+        "hae in vLLM: scoring as a share of the prefill, image encoder excluded",
+        0.03,
+        "%",
+        False,
+        _median("scoring_share", part="scoring"),
+    ),
+    Aim(
+        "vllm-slower",
+        "vllm",
+        "hae in vLLM: the slowest request against the same request without the plugin, under load",
+        1.0,
+        "x",
+        False,
+        _highest("whole_over_plain", part="load"),
     ),
 ]

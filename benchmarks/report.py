@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import common
+from benchmarks import common, vllm_tables
 from benchmarks.aims import AIMS
 from benchmarks.scale import exponent
 from benchmarks.sections import INTROS, TITLES
@@ -368,4 +368,6 @@ _TABLES: dict[str, Callable[[Rows], str]] = {
     "append": _append,
     "kvpress": _kvpress,
     "scale": _scale,
+    "vllm": lambda rows: "\n\n".join(table(*make(rows)) for make in (vllm_tables.load, vllm_tables.scoring)),
+    "vllm_accuracy": lambda rows: table(*vllm_tables.accuracy(rows)),
 }

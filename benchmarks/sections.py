@@ -12,6 +12,8 @@ TITLES = {
     "append": "Appending",
     "kvpress": "Comparison with kvpress",
     "scale": "Growth with context and batch size",
+    "vllm": "vLLM under load",
+    "vllm_accuracy": "Accuracy in vLLM",
 }
 INTROS = {
     "decode_attention": (
@@ -54,5 +56,18 @@ INTROS = {
     "scale": (
         "One layer as above, with a budget that is a share of the context or a fixed number of tokens per head. The "
         "exponent is the slope on log-log axes: 1 means proportional growth, 0 no growth."
+    ),
+    "vllm": (
+        "The embedded model in two vLLM engines (CPU backend, float32), one without the plugin, which take turns with "
+        "the same requests in a pool of the same size. All requests are sent at once, each with 16 images. `over the "
+        "same request without` compares the time from sending to the last token, request by request. `scoring` is the "
+        "time in which the method decides and its query rows are kept, `moving slots` that of writing the kept tokens "
+        "to the first slots. The machine was shared with other work."
+    ),
+    "vllm_accuracy": (
+        "The same items in vLLM and in the transformers engine, both in float32 with transformers' code of the model. "
+        "`same tokens kept` and `same answers` are shares of items for which the lists of stored tokens, and of "
+        "answered tokens, are equal. `stored` is the share of the prompt's tokens in vLLM. Scores of ten items per "
+        "task compare engines, not methods; for those see [accuracy](evidence.md)."
     ),
 }

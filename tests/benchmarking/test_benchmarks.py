@@ -11,7 +11,7 @@ import torch
 from checkout import ROOT, committed
 from typer.testing import CliRunner
 
-from benchmarks import common, kvpress, report
+from benchmarks import common, kvpress, report, vllm_sides
 from benchmarks.__main__ import app
 from benchmarks.layers import DTYPES, SHAPES, Driver, Packed, Tokens, peaked, read_once, storage
 from benchmarks.methods import at_budget
@@ -192,3 +192,13 @@ def test_reading_covers_every_byte(dtype: torch.dtype) -> None:
     runs = driver.cache.compressed[0].segments.runs
     assert storage(driver.read) >= runs.keys.nbytes + runs.values.nbytes
     read_once(driver.read)
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm_accuracy"])
+def test_vllm_where_it_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(vllm_sides, "PYTHON", tmp_path / "python")
+    find = vllm_sides.importlib.util.find_spec
+    monkeypatch.setattr(vllm_sides.importlib.util, "find_spec", lambda name: None if name == "vllm" else find(name))
+    result = CliRunner().invoke(app, ["run", name, "--quick", "--out", str(tmp_path)])
+    assert result.exit_code != 0
+    assert ".venv-vllm" in str(result.exception)

@@ -218,3 +218,14 @@ def test_hit_rate_of_retrieval(server: Running) -> None:
     text = httpx.get(f"{server.url}/metrics").text
     rate = float(next(line for line in text.splitlines() if line.startswith("foveakv_hit_rate")).split()[1])
     assert (rate > 0) == bool(own["hit_rate"])
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**32, 2**63 - 1])
+def test_seeds_of_any_size(server: Running, seed: int) -> None:
+    replies = [server.chat(IMAGES, n=2, seed=seed, temperature=1.5, max_tokens=4) for _ in range(2)]
+    assert len({tuple(choice.message.content for choice in reply.choices) for reply in replies}) == 1
+
+
+@pytest.mark.parametrize("seed", [2**63, -(2**63) - 1, 10**400])
+def test_seeds_that_are_too_large(server: Running, seed: int) -> None:
+    assert "seed" in (server.error(IMAGES, 400, seed=seed)["param"] or "")

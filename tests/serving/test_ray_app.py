@@ -66,7 +66,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     paths = os.pathsep.join([str(Path(__file__).parents[2] / "src"), os.environ.get("PYTHONPATH", "")])
     ray.init(
-        num_cpus=4, object_store_memory=200 * 2**20, include_dashboard=False, log_to_driver=False,
+        num_cpus=4, object_store_memory=200 * 2**20, log_to_driver=False,
+        include_dashboard=True,  # it answers `list_actors`
         runtime_env={"env_vars": {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}},
     )  # fmt: skip
     try:
@@ -92,32 +93,39 @@ def test_two_replicas(cluster: str, tmp_path: Path) -> None:
     client = openai.OpenAI(base_url=f"{cluster}/v1", api_key="none", max_retries=0, timeout=120)
     content: Any = [served.picture_part(), served.text("what?")]
 
-    def ask(stream: bool = False) -> str:
-        reply = client.chat.completions.create(
-            model=served.MODEL,
-            messages=[{"role": "user", "content": content}],
-            max_tokens=8,
-            temperature=0,
+    def start(tokens: int, stream: bool) -> Any:
+        return client.chat.completions.create(
+            model=served.MODEL, messages=[{"role": "user", "content": content}], max_tokens=tokens, temperature=0,
             stream=stream,
-        )
-        if stream:
-            return "".join(chunk.choices[0].delta.content or "" for chunk in reply)
-        return str(reply.choices[0].message.content)
+        )  # fmt: skip
 
-    answer = ask()
-    assert {ask(i % 2 == 0) for i in range(12)} == {answer}
+    def text_of(chunks: Any) -> str | None:
+        """The whole answer; None if it ends with an error."""
+        try:
+            return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        except (openai.APIError, served.httpx.HTTPError):
+            return None
+
+    answer = start(8, stream=False).choices[0].message.content
+    assert {text_of(start(8, stream=True)) for _ in range(6)} == {answer}
+    long_answer = text_of(start(300, stream=True))
+
     pids = {actor["pid"] for actor in replicas(ray)}
     assert len(pids) == 2
+    streams = [start(300, stream=True) for _ in range(6)]
     os.kill(pids.pop(), signal.SIGKILL)
+    found = [text_of(each) for each in streams]
+    assert set(found) <= {long_answer, None}  # those of the killed replica end with an error
+    assert long_answer in found
     lost = 0
     for _ in range(12):
         try:
-            assert ask() == answer
+            assert start(8, stream=False).choices[0].message.content == answer
         except openai.APIError:
             lost += 1
     assert lost <= 1
     assert served.eventually(lambda: len({actor["pid"] for actor in replicas(ray)}) == 2, 120)
-    assert ask() == answer
+    assert text_of(start(8, stream=True)) == answer
 
 
 def replicas(ray: Any) -> list[Any]:

@@ -21,7 +21,7 @@ from served import httpx
 from typer.testing import CliRunner
 
 from foveakv.cli import app
-from foveakv.serving.vllm_command import vllm_command
+from foveakv.serving.vllm_command import environment, vllm_command
 
 PAGE = (ROOT / "docs/serving.md").read_text(encoding="utf8")
 
@@ -49,8 +49,8 @@ def example(index: int) -> str:
     return re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)[index]
 
 
-def serve_command() -> list[str]:
-    line = next(line for line in PAGE.splitlines() if line.startswith("foveakv serve"))
+def serve_command(page: str = PAGE) -> list[str]:
+    line = next(line for line in page.splitlines() if line.startswith("foveakv serve"))
     return shlex.split(line)[2:]
 
 
@@ -87,6 +87,23 @@ def test_the_two_commands_of_the_documentation(tmp_path: Path) -> None:
         stop(process)
 
 
+@pytest.mark.demo
+def test_the_example_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf8")
+    (example,) = re.findall(r"^```py\n(.*?)^```$", readme, re.M | re.S)
+    arguments = serve_command(readme)
+    arguments[arguments.index("--port") + 1] = "0"
+    process, address = start(arguments)
+    try:
+        scope: dict[str, Any] = {}
+        exec(compile(example.replace("http://127.0.0.1:8000", address), "example", "exec"), scope)
+    finally:
+        stop(process)
+    answer, share = capsys.readouterr().out.split()
+    assert answer.startswith(scope["card"].answer)
+    assert 0 < float(share) < 1
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -104,7 +121,9 @@ def test_the_two_commands_of_the_documentation(tmp_path: Path) -> None:
         ["--request-seconds", "0"],
         ["--host", "300.1.1.1"],
         ["--print-command"],
-        ["--engine", "vllm", "--kv-dtype", "int8"],
+        ["--engine", "vllm", "--method", "random", "--kv-dtype", "int8"],
+        ["--engine", "vllm", "--method", "random", "--max-images", "4"],
+        ["--engine", "vllm", "--method", "snapkv"],
     ],
     ids=" ".join,
 )
@@ -120,7 +139,7 @@ def test_a_port_in_use(tmp_path: Path) -> None:
 
 def test_the_command_of_vllm() -> None:
     arguments = ["serve", "org/model", "--engine", "vllm", "--method", "hae", "--set", "ddes=false", "--port", "9000"]
-    more = ["--served-model-name", "m", "--api-key", "k", "--dtype", "bfloat16", "--vllm-arg=--max-model-len=99"]
+    more = ["--served-model-name", "m", "--api-key", "secret", "--dtype", "bfloat16", "--vllm-arg=--max-model-len=99"]
     result = CliRunner().invoke(app, [*arguments, *more, "--print-command"])
     assert result.exit_code == 0, result.output
     command = shlex.split(result.stdout)
@@ -128,9 +147,25 @@ def test_the_command_of_vllm() -> None:
     transfer = json.loads(command[command.index("--kv-transfer-config") + 1])
     settings = {"method": "hae", "options": {"ddes": False}, "per_request": True}
     assert transfer == {"kv_connector": "FoveaKVConnector", "kv_role": "kv_both", "kv_connector_extra_config": settings}
-    for name, value in (("--port", "9000"), ("--served-model-name", "m"), ("--api-key", "k"), ("--dtype", "bfloat16")):
+    for name, value in (("--port", "9000"), ("--served-model-name", "m"), ("--dtype", "bfloat16")):
         assert command[command.index(name) + 1] == value
     assert command[-1] == "--max-model-len=99"
+    assert "secret" not in result.stdout
+    assert environment("secret")["VLLM_API_KEY"] == "secret"
+
+
+def test_vllm_fetches_no_urls_unless_told() -> None:
+    arguments = ["serve", "org/model", "--engine", "vllm", "--method", "random", "--print-command"]
+    command = shlex.split(CliRunner().invoke(app, arguments).stdout)
+    assert command[command.index("--allowed-media-domains") + 1].endswith(".invalid")
+    assert "--allowed-media-domains" not in CliRunner().invoke(app, [*arguments, "--allow-private-urls"]).stdout
+
+
+@pytest.mark.demo
+def test_the_embedded_model_in_vllm() -> None:
+    command = vllm_command("demo", method="random", options={}, host="::1", port=1)
+    assert (Path(command[command.index("--model") + 1]) / "config.json").exists()
+    assert command[command.index("--served-model-name") + 1] == "demo"
 
 
 def test_vllm_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,10 +173,10 @@ def test_vllm_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == "vllm" else find(name, *more))
-    result = CliRunner().invoke(app, ["serve", "org/model", "--engine", "vllm", "--method", "streaming"])
+    result = CliRunner().invoke(app, ["serve", "org/model", "--engine", "vllm", "--method", "random"])
     assert "vLLM is not installed" in command_lines.error_of(result)
 
 
 def test_values_of_the_budget_reach_vllm_as_numbers() -> None:
-    command = vllm_command("m", method="streaming", options={"budget": 0.25}, host="::1", port=1)
+    command = vllm_command("m", method="random", options={"budget": 0.25}, host="::1", port=1)
     assert '"budget": 0.25' in command[command.index("--kv-transfer-config") + 1]

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import base64
-import io
+import concurrent.futures
 import json
-import os
 import re
-import socket
-import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import engines
+import openai
 import pytest
 import tiny_checkpoints
+import vllm_server
+from vllm_server import ask, image_part, report
 
-ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "vllm.md").read_text(encoding="utf8")
-SMALL = ["--dtype", "float32", "--max-model-len", "1024", "--enforce-eager", "--block-size", "32",
-         "--gpu-memory-utilization", "0.2", "--served-model-name", "tiny"]  # fmt: skip
+PAGE = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text(encoding="utf8")
+NAME = "tiny-llava"
 
 
 def documented_config() -> str:
@@ -35,77 +29,121 @@ def documented_config() -> str:
 
 
 @pytest.fixture(scope="module")
-def server(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    path = tiny_checkpoints.checkpoint("tiny-llava", checkpoints)
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path), "--host", "127.0.0.1",
-               "--port", str(port), "--no-enable-prefix-caching", "--kv-transfer-config", documented_config(),
-               *SMALL]  # fmt: skip
-    log = tmp_path_factory.mktemp("server") / "log"
-    given = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    given.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
-    with log.open("w") as output:
-        process = subprocess.Popen(command, env=given, stdout=output, stderr=output)
-    try:
-        for _ in range(600):
-            assert process.poll() is None, log.read_text()[-3000:]
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
-                break
-            except OSError:
-                time.sleep(1)
-        yield f"http://127.0.0.1:{port}/v1/chat/completions"
-    finally:
-        process.terminate()
-        process.wait(60)
+def client(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    path = tiny_checkpoints.checkpoint(NAME, checkpoints)
+
+    def command(port: int) -> list[str]:
+        return [
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path), "--host", "127.0.0.1",
+            "--port", str(port), "--no-enable-prefix-caching", "--kv-transfer-config", documented_config(),
+            "--served-model-name", "tiny", "--max-model-len", "1024", *vllm_server.SMALL,
+        ]  # fmt: skip
+
+    with vllm_server.running(command, tmp_path_factory.mktemp("server") / "log") as found:
+        yield found
 
 
-def ask(**more: Any) -> bytes:
-    """A request with two images."""
-    content: list[dict[str, Any]] = []
-    for image in engines.images(2):
-        file = io.BytesIO()
-        image.save(file, "png")
-        url = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-        content.append({"type": "image_url", "image_url": {"url": url}})
-    content.append({"type": "text", "text": "what is in the image?"})
-    body = {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 8, "temperature": 0}
-    return json.dumps({**body, **more}).encode()
+@pytest.fixture(scope="module")
+def content() -> list[dict[str, Any]]:
+    """A question about two images."""
+    return [*map(image_part, engines.images(2)), {"type": "text", "text": "what is in the image?"}]
 
 
-def post(url: str, body: bytes) -> Any:
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-    return urllib.request.urlopen(request, timeout=300)
+def test_answers_and_streams(client: openai.OpenAI, content: Any) -> None:
+    reply = ask(client, content, logprobs=True, top_logprobs=2)
+    found = report(reply)
+    assert found is not None
+    assert found["stored_prompt_tokens"] < 0.5 * found["prompt_tokens"]
+    assert found["prompt_tokens"] == reply.usage.prompt_tokens
+    assert found["freed_blocks"] == (found["prompt_tokens"] - found["stored_prompt_tokens"]) // 32
+    assert len(reply.choices[0].logprobs.content) == 8
+
+    chunks = list(ask(client, content, stream=True, stream_options={"include_usage": True}))
+    pieces = [each.choices[0].delta.content or "" for each in chunks if each.choices]
+    assert "".join(pieces) == reply.choices[0].message.content
+    assert chunks[-1].usage.completion_tokens == 8
 
 
-def test_answers_and_streams(server: str) -> None:
-    answer = json.load(post(server, ask(ignore_eos=True)))
-    report = answer["kv_transfer_params"]["foveakv"]
-    assert report["stored_prompt_tokens"] < 0.5 * report["prompt_tokens"]
-    assert report["prompt_tokens"] == answer["usage"]["prompt_tokens"]
-    text = answer["choices"][0]["message"]["content"]
-    lines = post(server, ask(ignore_eos=True, stream=True)).read().decode().splitlines()
-    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-    assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events if event["choices"]) == text
+def test_text_is_left_alone(client: openai.OpenAI) -> None:
+    reply = ask(client, "what is a cat?")
+    assert report(reply) is None
+    assert reply.usage.completion_tokens == 8
 
 
-def test_requests_choose_or_are_refused(server: str) -> None:
-    off = json.load(post(server, ask(vllm_xargs={"foveakv": "off"})))
-    assert off.get("kv_transfer_params") is None
-    chosen = json.load(post(server, ask(vllm_xargs={"foveakv": '{"method": "random", "options": {"budget": 0.5}}'})))
-    assert chosen["kv_transfer_params"]["foveakv"]["method"] == "random"
-    with pytest.raises(urllib.error.HTTPError) as refused:
-        post(server, ask(vllm_xargs={"foveakv": '{"method": "snapkv"}'}))
-    assert refused.value.code == 500
-    assert json.load(post(server, ask()))["choices"]
+def test_several_answers_and_stop(client: openai.OpenAI, content: Any) -> None:
+    reply = ask(client, content, n=3, temperature=1, seed=5)
+    again = ask(client, content, n=3, temperature=1, seed=5)
+    assert len({choice.index for choice in reply.choices}) == 3
+    assert [c.message.content for c in reply.choices] == [c.message.content for c in again.choices]
+    whole = ask(client, content).choices[0].message.content
+    stop = whole[len(whole) // 2 :][:2]
+    stopped = ask(client, content, stop=[stop]).choices[0]
+    assert stopped.finish_reason == "stop"
+    assert whole.startswith(stopped.message.content)
+    assert stop not in stopped.message.content
+
+
+def test_requests_choose(client: openai.OpenAI, content: Any) -> None:
+    assert report(ask(client, content, body={"vllm_xargs": {"foveakv": "off"}})) is None
+    value = json.dumps({"method": "random", "options": {"budget": 0.5}})
+    found = report(ask(client, content, body={"vllm_xargs": {"foveakv": value}}))
+    assert found is not None
+    assert found["method"] == "random"
+
+
+WRONG = (
+    '{"method": "hybridkv", "options": {"budget": 0.1}}',
+    '{"method": "nothing"}',
+    '{"method": "random", "options": {"budgets": 1}}',
+    "{",
+)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_refused(client: openai.OpenAI, content: Any, wrong: str, stream: bool) -> None:
+    """One request ends with an error, alone or among others, and the server goes on."""
+    body = {"vllm_xargs": {"foveakv": wrong}}
+
+    def refused() -> None:
+        with pytest.raises(openai.APIError) as error:
+            for _ in ask(client, content, body=body, stream=stream):
+                pass
+        assert error.value.body is not None  # JSON
+
+    refused()
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        failing = pool.submit(refused)
+        others = [pool.submit(ask, client, content) for _ in range(2)]
+        failing.result()
+        assert len({each.result().choices[0].message.content for each in others}) == 1
+
+
+def test_clients_that_go(client: openai.OpenAI, content: Any) -> None:
+    """Streams that are closed in the middle, with and without compression; later requests are answered."""
+    whole = ask(client, content).choices[0].message.content
+    for body in ({}, {"vllm_xargs": {"foveakv": "off"}}):
+        for _ in range(4):
+            with ask(client, content, stream=True, max_tokens=300, body=body) as chunks:
+                next(iter(chunks))
+    assert ask(client, content).choices[0].message.content == whole
+
+
+def test_errors_of_requests_are_json(client: openai.OpenAI, content: Any) -> None:
+    broken = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    with pytest.raises(openai.BadRequestError):
+        ask(client, [broken, content[-1]])
+    with pytest.raises(openai.BadRequestError):
+        ask(client, content * 20)  # longer than the model
+    with pytest.raises(openai.NotFoundError):
+        ask(client, content, model="other")
+    assert report(ask(client, content)) is not None
 
 
 def test_the_example_of_the_documentation(checkpoints: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm
 
-    path = tiny_checkpoints.checkpoint("tiny-llava", checkpoints)
+    path = tiny_checkpoints.checkpoint(NAME, checkpoints)
     made = []
 
     def small(**given: Any) -> Any:
@@ -121,7 +159,7 @@ def test_the_example_of_the_documentation(checkpoints: Path, monkeypatch: pytest
     (example,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.M | re.S)
     exec(example, {})
     try:
-        (output,) = engines.generate(made[0], [engines.prompt("tiny-llava", 2)], 4)
+        (output,) = engines.generate(made[0], [engines.prompt(NAME, 2)], 4)
         assert output.kv_transfer_params["foveakv"]["method"] == "hae"
     finally:
         engines.close(made[0])

@@ -25,8 +25,15 @@ from foveakv.errors import InputError
 KEY_VARIABLE = "FOVEAKV_API_KEY"
 
 
+_VLLM_TOO = (
+    "model", "method", "budget", "set_", "engine", "host", "port", "api_key", "served_model_name", "per_request",
+    "allow_private_urls", "image_root", "vllm_arg", "print_command", "dtype", "trust_remote_code", "debug",
+)  # fmt: skip
+
+
 @common.friendly
 def serve(
+    context: typer.Context,
     model: Annotated[
         str, typer.Argument(help="A local folder, a model id on the hub, or `demo` (the embedded model).")
     ] = "demo",
@@ -102,16 +109,15 @@ def serve(
         options["budget"] = parse_budget_text(method, budget)
     key = api_key or os.environ.get(KEY_VARIABLE) or None
     if engine == "vllm":
-        given = {"kv_dtype": kv_dtype, "allow_methods": allow_methods, "max_budget": max_budget, "device": device}
-        _only_here(given)
-        from foveakv.serving.vllm_command import vllm_command
+        _refuse_others(context)
+        from foveakv.serving.vllm_command import environment, vllm_command
 
         command = vllm_command(
             model, method=method, options=options, host=host, port=port, served_name=served_model_name,
-            per_request=per_request, api_key=key, dtype=dtype, trust_remote_code=trust_remote_code,
+            per_request=per_request, dtype=dtype, trust_remote_code=trust_remote_code, any_url=allow_private_urls,
             image_root=None if image_root is None else str(image_root.resolve()), more=vllm_arg or [],
         )  # fmt: skip
-        _run_vllm(command, print_command)
+        _run_vllm(command, environment(key), print_command)
         return
     if engine != "transformers":
         raise InputError(f"--engine is transformers or vllm, not {engine}")
@@ -171,9 +177,8 @@ def _serve_here(
     server.make_server(app).run(sockets=[socket])
 
 
-def _run_vllm(command: list[str], print_command: bool) -> None:
+def _run_vllm(command: list[str], environment: dict[str, str], print_command: bool) -> None:
     import shlex
-    import subprocess
 
     from foveakv.serving.vllm_command import check_installed
 
@@ -181,18 +186,18 @@ def _run_vllm(command: list[str], print_command: bool) -> None:
         typer.echo(shlex.join(command))
         return
     check_installed()
-    try:
-        code = subprocess.run(command, check=False).returncode
-    except KeyboardInterrupt:
-        code = 130
-    if code:
-        raise typer.Exit(code)
+    os.execve(command[0], command, environment)  # signals then reach the server, and its exit code is the command's
 
 
-def _only_here(given: dict[str, Any]) -> None:
-    for name, value in given.items():
-        if value is not None:
-            raise InputError(f"--{name.replace('_', '-')} belongs to --engine transformers; vLLM has its own options")
+def _refuse_others(context: typer.Context) -> None:
+    """Refuse options of the command line that would have no effect on vLLM."""
+    for name in context.params:
+        source = context.get_parameter_source(name)
+        if name not in _VLLM_TOO and source is not None and source.name == "COMMANDLINE":
+            option = name.rstrip("_").replace("_", "-")
+            raise InputError(
+                f"--{option} belongs to --engine transformers; vLLM has options of its own, see --vllm-arg"
+            )
 
 
 def _names(text: str) -> list[str]:

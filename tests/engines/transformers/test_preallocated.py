@@ -17,12 +17,14 @@ from transformers import CompileConfig
 
 import foveakv
 from foveakv import errors
+from foveakv.engines.transformers.options import PREALLOCATED
 from foveakv.engines.transformers.preallocated import SLOT_MULTIPLE
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
 FAMILIES = ["qwen2_5_vl", "llava", "qwen2"]
 ROOM = 8
+SUPPORTED = [name for name in matrix.METHODS if PREALLOCATED.refusal(matrix.method(name)) is None]
 
 
 def run(model: Any, method: Any, inputs: dict[str, Any], preallocate: int | None = None, **options: Any) -> matrix.Run:
@@ -64,11 +66,11 @@ def contents(cache: Any) -> list[Tensor]:
 # ------------------------------------------------------------------------------------------------ equal to growing
 
 
-@pytest.mark.parametrize("name", ["full", "snapkv", "adakv", "fastv", "random"])
+@pytest.mark.parametrize("name", SUPPORTED)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_as_growing_slots(family: str, name: str) -> None:
     """Rows of different lengths, left-padded; adakv's heads differ in length as well."""
-    if family in families.TEXT and name in ("fastv", "random"):
+    if family in families.TEXT and matrix.method(name).visual_only:
         pytest.skip("drops visual tokens only")
     model, inputs = matrix.model(family), families.batch(family).inputs
     want = run(model, matrix.method(name), inputs)
