@@ -268,7 +268,7 @@ class HAE(Presets, Method):
             gone = torch.zeros_like(real) if redundant is None else redundant
             state.keep = real & ~gone
             state.count("evicted_visual", gone.sum(-1).tolist())
-            stream = at_view(state.keep, view) if self.drop_hidden_states else None
+            stream = state.keep if self.drop_hidden_states and view.stored is None else None
             if self.ddes:
                 state.sizes = self._steady.sizes(view, self._candidates(view, state.keep)[:, 0])
             earlier = self._settle_earlier(view)

@@ -45,7 +45,8 @@ class MustDropState(State):
     stages: the filtering layers that the model has. keep: what the layers of this block have kept so far. open: visual
     columns that have not been judged, since no text has come after them. judge: in a further block, those that are
     judged now; None = all visual columns. gone: what the last filtering layer has evicted in any block. protected: key
-    tokens. positions: int64 [B, C] of every layer of a further block. kept_visual: int64 [B].
+    tokens. columns: of every layer of a further block, positions int64 [B, C] and what heads may keep, bool
+    [B, 1 or H, C]. kept_visual: int64 [B].
     """
 
     stages: list[int]
@@ -54,7 +55,7 @@ class MustDropState(State):
     judge: Tensor | None = None
     gone: Tensor | None = None
     protected: Tensor | None = None
-    positions: list[Tensor] = field(default_factory=list)
+    columns: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     kept_visual: Tensor | None = None
 
 
@@ -176,7 +177,7 @@ class MustDrop(Method):
         state: MustDropState = view.state
         keep = state.keep
         if view.stored is not None:
-            state.positions.append(view.positions)
+            state.columns.append((view.positions, view.candidates))
         if view.compressed_idx in state.stages:
             if view.compressed_idx == state.stages[0]:
                 state.protected = self._key_tokens(view)
@@ -188,12 +189,12 @@ class MustDrop(Method):
         state: MustDropState = view.state
         state.gone = ~state.keep if state.gone is None else state.gone | ~state.keep
         state.kept_visual = (view.request.prompt.visual & ~state.gone).sum(-1)
-        first, layers, positions = state.stages[0], range(len(view.request.layers)), state.positions
-        state.positions = []
+        keep, columns, state.columns = state.keep, state.columns, []
         if not self.decode_stage:
             return None
-        masks = [state.keep.gather(1, each.clamp_min(0)) for each in positions] or [state.keep] * len(layers)
-        return [Decision(keep=masks[idx][:, None] if idx >= first else None) for idx in layers]
+        masks = [keep.gather(1, each.clamp_min(0))[:, None] & candidates for each, candidates in columns]
+        masks = masks or [keep[:, None]] * len(view.request.layers)
+        return [Decision(keep=mask if idx >= state.stages[0] else None) for idx, mask in enumerate(masks)]
 
     def results(self, view: ResultView) -> Results:
         """Return `kept_visual`, the visual tokens of each sequence after the last filtering layer."""
