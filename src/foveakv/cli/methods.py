@@ -46,7 +46,7 @@ def presets_of(cls: type) -> list[str]:
 
 
 def declared(cls: type[Method]) -> str:
-    """What a method declares with its default options: which slots may differ, what it observes, when it acts, blocks."""
+    """What a method declares with its default options: which slots may differ, what it observes, when it acts."""
     method = object.__new__(cls)  # options keep their defaults, and required ones need no value
     try:
         observes, decides = method.observes, method.decides
