@@ -52,7 +52,7 @@ class PromptReader:
             return [total]
         types = inputs.get("mm_token_type_ids"), inputs.get("token_type_ids")
         kinds = PromptMap.from_inputs(self.model.config, ids, inputs.get("attention_mask"), *types).kinds[0]
-        if bool((kinds == PAD).any()) or inputs.get("position_ids") is not None:
+        if bool((kinds == PAD).any()) or inputs.get("position_ids") is not None or _both_ways(inputs):
             return [total]
         media = (kinds != TEXT).nonzero().flatten()
         first = max(self.chunk, int(media[-1]) + 1 if len(media) else 0)
@@ -73,8 +73,7 @@ class PromptReader:
             for end in ends:
                 if start:
                     pause(False)
-                    part = {key: inputs[key][:, start:end] for key in PER_TOKEN if key in inputs}
-                    part.pop("attention_mask", None)  # there is no padding
+                    part = {"input_ids": inputs["input_ids"][:, start:end]}  # text without padding
                 else:
                     part = {**inputs, **{key: inputs[key][:, :end] for key in PER_TOKEN if key in inputs}}
                 logits = self._pass(part, cache, pause)
@@ -86,6 +85,13 @@ class PromptReader:
             output = self.model(**inputs, **{self._name: cache}, use_cache=True, **self._last_only)
         logits: Tensor = output.logits[0, -1]
         return logits
+
+
+def _both_ways(inputs: Mapping[str, Any]) -> bool:
+    """Whether images may attend to tokens after them (Gemma 3): only their own pass knows which they are, and methods
+    that score all rows of a prompt ask when the last chunk has been read."""
+    types = inputs.get("token_type_ids")
+    return types is not None and bool(types.any())
 
 
 def chunkable(method: Method) -> bool:
