@@ -1,7 +1,9 @@
 """Serve requests with transformers and any method: one worker thread, which owns the model.
 
-The worker reads one prompt at a time and then runs one decode step of each running answer in turn, so that a long
-answer does not hold up short ones. Steps of several requests are not batched: each has a cache of its own.
+The worker reads one prompt at a time (`prompts.py`) and decodes all running answers together, one token each at a time,
+in one forward pass over all of their caches (`steps.py`). While a prompt is read, decode steps run between its layers
+and chunks: neither a long prompt nor a long answer holds up the others. Requests begin in the order in which they came
+(`roster.py`), join the next decode step when their prompt has been read, and leave with their last token.
 """
 
 from __future__ import annotations
@@ -9,37 +11,45 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import inspect
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from foveakv.engines.transformers import compat
 from foveakv.engines.transformers.api import cache_for
 from foveakv.methods.full import Full
 from foveakv.serving.admission import Sizes
 from foveakv.serving.choice import Choice, Policy
 from foveakv.serving.engine import Done, Event, Failed, Generation, Sink, Status
-from foveakv.serving.errors import ApiError, internal, of_exception, overloaded
+from foveakv.serving.errors import ApiError, internal, of_exception
 from foveakv.serving.job import Answer, Job
 from foveakv.serving.limits import Limits, default_kv_bytes
 from foveakv.serving.metrics import Metrics
+from foveakv.serving.prompts import PromptReader, fork
+from foveakv.serving.roster import Roster
+from foveakv.serving.steps import Steps
 from foveakv.serving.text import TokenTexts
 from foveakv.serving.usage import usage_of
 
+STALL = 0.05
+"""Seconds that a prompt is read for between two decode steps; longer where a decode step takes longer."""
+
 log = logging.getLogger("foveakv.serving")
+
+
+class _StopReading(Exception):
+    """The request whose prompt is being read has ended."""
 
 
 class TransformersEngine:
     """Runs requests on one model; see `foveakv.serving.engine.Engine`.
 
-    model, processor: from `foveakv.load`. The model must not be used elsewhere while the engine is open.
+    model, processor: from `foveakv.load`. The model must not be used elsewhere while the engine is open. chunk: prompts
+    with more tokens are read in chunks of so many, where the method can and there is memory to hold them whole.
     """
 
     def __init__(
@@ -50,6 +60,7 @@ class TransformersEngine:
         policy: Policy | None = None,
         limits: Limits | None = None,
         metrics: Metrics | None = None,
+        chunk: int | None = 2048,
     ) -> None:
         self.model = model
         self.policy = policy or Policy()
@@ -63,15 +74,13 @@ class TransformersEngine:
         ends = getattr(model.generation_config, "eos_token_id", None)
         ends = self._tokenizer.eos_token_id if ends is None else ends
         self._ends = frozenset(ends if isinstance(ends, (list, tuple)) else [] if ends is None else [ends])
-        self._suppressed = list(getattr(model.generation_config, "suppress_tokens", None) or [])
-        self._name = compat.cache_argument(model)
-        takes = inspect.signature(type(model).forward).parameters
-        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in takes else {}
+        self._prompts = PromptReader(model, chunk)
+        self._steps = Steps(model, getattr(model.generation_config, "suppress_tokens", None) or ())
         cache_for(model, self.policy.default().method, options=self.policy.default().options)  # refuses at the start
-        self._changed = threading.Condition()
-        self._waiting: deque[Job] = deque()
-        self._running: list[Job] = []
-        self._closed = False
+        self._roster = Roster(self.limits, self.kv_bytes)
+        self._reading: Job | None = None
+        self._stepped = 0.0  # time.monotonic() after the latest decode step
+        self._step_seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="foveakv-engine", daemon=True)
         self._thread.start()
 
@@ -95,51 +104,23 @@ class TransformersEngine:
         if generation.choices > self.limits.max_running:
             raise ApiError(400, f"n is at most {self.limits.max_running} on this server", param="n")
         job = Job(generation, sink, needed, time.monotonic() + self.limits.request_seconds)
-        with self._changed:
-            if not self._alive:
-                raise internal("the server is shutting down", 503)
-            if len(self._waiting) >= self.limits.max_queue:
-                raise overloaded(f"{len(self._waiting)} requests are waiting; try again later")
-            self._waiting.append(job)
-            self._changed.notify_all()
+        self._roster.add(job, self._thread.is_alive())
         return job
 
     def cancel(self, handle: Any) -> None:
         """See `Engine.cancel`."""
-        handle.cancelled = True
-        with self._changed:
-            waiting = handle in self._waiting
-            if waiting:
-                self._waiting.remove(handle)
-            self._changed.notify_all()
-        if waiting:
+        if self._roster.withdraw(handle):
             self._end(handle, None)
 
     def status(self) -> Status:
         """See `Engine.status`."""
-        with self._changed:
-            jobs = list(self._running)
-            return Status(
-                queue=len(self._waiting),
-                running=sum(job.generation.choices for job in jobs),
-                reserved_bytes=sum(job.reserved for job in jobs),
-                stored_bytes=sum(job.stored_bytes for job in jobs),
-                full_bytes=sum(job.full_bytes for job in jobs),
-                host_bytes=sum(job.host_bytes for job in jobs),
-                alive=self._alive,
-            )
+        return self._roster.status(self._thread.is_alive())
 
     def close(self) -> None:
         """See `Engine.close`."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._roster.close()
         if threading.current_thread() is not self._thread:
             self._thread.join()
-
-    @property
-    def _alive(self) -> bool:
-        return not self._closed and self._thread.is_alive()
 
     def _with_method(self, generation: Generation) -> Generation:
         """Text prompts are stored whole where the server's default method evicts visual tokens only."""
@@ -153,57 +134,32 @@ class TransformersEngine:
     def _run(self) -> None:
         try:
             with torch.inference_mode():
-                while not self._closed:
+                while not self._roster.closed:
                     self._drop_ended()
-                    job = self._next()
+                    job = self._roster.next()
                     if job is not None:
                         with self._reported(job):
                             self._read_prompt(job)
-                    for running in list(self._running):
-                        with self._reported(running):
-                            self._step(running)
+                    self._decode()
         except BaseException:
             log.exception("the engine has stopped")
             raise
         finally:
-            self._closed = True
-            with self._changed:
-                jobs = [*self._waiting, *self._running]
-                self._waiting.clear()
-            for job in jobs:
+            self._roster.close()
+            for job in self._roster.clear():
                 self._end(job, Failed(internal("the server is shutting down", 503)))
 
-    def _next(self) -> Job | None:
-        """The oldest waiting request, if it fits; waits for one while nothing runs."""
-        with self._changed:
-            while not self._waiting and not self._running and not self._closed:
-                self._changed.wait()
-            if self._closed or not self._waiting:
-                return None
-            job = self._waiting[0]
-            running = sum(other.generation.choices for other in self._running)
-            reserved = sum(other.reserved for other in self._running)
-            if self._running and (
-                running + job.generation.choices > self.limits.max_running or reserved + job.reserved > self.kv_bytes
-            ):
-                return None
-            self._waiting.popleft()
-            self._running.append(job)
-            return job
-
     def _drop_ended(self) -> None:
-        """Drop requests that were cancelled or have run out of time."""
-        now = time.monotonic()
-        with self._changed:
-            late = [job for job in self._waiting if job.deadline < now]
-            for job in late:
-                self._waiting.remove(job)
-        for job in [*late, *self._running]:
-            if job.cancelled:
+        """Drop requests that were cancelled or have run out of time; the one being read is stopped by `_pause`."""
+        for job in self._roster.running():
+            if job.cancelled and job is not self._reading:
                 self._end(job, None)
-            elif job.deadline < now:
-                seconds = self.limits.request_seconds
-                self._end(job, Failed(internal(f"the request took more than {seconds:g} seconds", 504)))
+        for job in self._roster.late():
+            if job is not self._reading:
+                self._end(job, self._too_late())
+
+    def _too_late(self) -> Failed:
+        return Failed(internal(f"the request took more than {self.limits.request_seconds:g} seconds", 504))
 
     @contextlib.contextmanager
     def _reported(self, job: Job) -> Iterator[None]:
@@ -211,22 +167,25 @@ class TransformersEngine:
         try:
             yield
         except Exception as error:
-            found = of_exception(error)
-            if found.status >= 500:
-                log.error("a request has failed", exc_info=error)
-            error.__traceback__ = error.__context__ = error.__cause__ = None  # their frames hold the cache
-            self._end(job, Failed(found))
+            self._fail(job, error)
+
+    def _fail(self, job: Job, error: Exception) -> None:
+        found = of_exception(error)
+        if found.status >= 500:
+            log.error("a request has failed", exc_info=error)
+        error.__traceback__ = error.__context__ = error.__cause__ = None  # their frames hold the cache
+        self._end(job, Failed(found))
 
     def _end(self, job: Job, event: Event | None) -> None:
         """Free the memory of a request, then send its last event. event: None where nobody listens any more."""
-        with self._changed:
-            if job in self._running:
-                self._running.remove(job)
+        self._roster.remove(job)
         job.release()
         outcome = "cancelled" if event is None else "ok" if isinstance(event, Done) else "error"
         self.metrics.ended(job, outcome)
         if event is not None:
             job.send(event)
+
+    # ---- prompts
 
     def _read_prompt(self, job: Job) -> None:
         """The prefill, and the first token of every answer."""
@@ -235,23 +194,47 @@ class TransformersEngine:
         generation, choice = job.generation, job.generation.choice
         job.started = time.monotonic()
         cache = cache_for(self.model, choice.method, options=choice.options)
-        inputs = {**generation.inputs, self._name: cache}
-        logits = self.model(**inputs, use_cache=True, **self._last_only).logits[0, -1]
+        ends = self._prompts.ends(generation.inputs, choice.method)
+        whole = job.prompt_tokens * self.sizes.token_bytes
+        if len(ends) > 1 and whole > self._roster.free():
+            ends = ends[-1:]  # in one pass, a layer is compressed as soon as it has been read
+        elif len(ends) > 1:
+            job.reserved += whole
+        logits = None
+        self._reading = job
+        try:
+            with contextlib.suppress(_StopReading):
+                logits = self._prompts.read(generation.inputs, cache, ends, self._pause)
+        finally:
+            self._reading = None
+        if logits is None:
+            return  # the worker's loop ends the request, for the reason why it was stopped
         job.prefilled = time.monotonic()
-        caches = [cache, *(copy.deepcopy(cache) for _ in range(generation.choices - 1))]
+        caches = fork(cache, generation.choices)
         job.answers = [Answer(i, own, generation, self._tokenizer) for i, own in enumerate(caches)]
         job.begin(self.sizes)
         self._check_fits(job)
         self.metrics.prefilled(job)
+        scores = self._steps.scores(logits)
         for answer in job.answers:
-            self._accept(job, answer, logits)
+            self._accept(job, answer, scores)
         self._complete(job)
+
+    def _pause(self, inside: bool) -> None:
+        """Called while a prompt is read. inside: in the middle of a forward pass."""
+        reading = self._reading
+        if self._roster.closed or reading is None or reading.cancelled or reading.deadline < time.monotonic():
+            raise _StopReading
+        if time.monotonic() - self._stepped < max(STALL, self._step_seconds):
+            return
+        self._drop_ended()
+        # A cache that is not joined puts its M-RoPE offset on the model, where the outer pass has its own.
+        if not inside or self._steps.joinable([answer.cache for _, answer in self._active() if answer.cache]):
+            self._decode()
 
     def _check_fits(self, job: Job) -> None:
         """What is stored is known now, and replaces the estimate."""
-        with self._changed:
-            reserved = sum(other.reserved for other in self._running)
-        if reserved > self.kv_bytes:
+        if self._roster.free() < 0:
             raise ApiError(
                 503,
                 f"{job.generation.choice.method.name} stores more of this prompt than expected, and the server's "
@@ -261,24 +244,36 @@ class TransformersEngine:
                 retry_after=5,
             )
 
-    def _step(self, job: Job) -> None:
-        """One decode step of every answer of a request."""
-        if not job.answers:  # cancelled before its prefill
-            return
-        for answer in job.active:
-            if job.cancelled:
-                return
-            ids = torch.tensor([[answer.last]], device=self.model.device)
-            logits = self.model(input_ids=ids, **{self._name: answer.cache}, use_cache=True).logits[0, -1]
-            self._accept(job, answer, logits)
-        job.note_bytes(self.sizes)
-        self._complete(job)
+    # ---- answers
 
-    def _accept(self, job: Job, answer: Answer, logits: Tensor) -> None:
+    def _active(self) -> list[tuple[Job, Answer]]:
+        """The answers that need another token; none of a request whose prompt is being read."""
+        return [(job, answer) for job in self._roster.running() if not job.cancelled for answer in job.active]
+
+    def _decode(self) -> None:
+        """One decode step of all answers."""
+        active = self._active()
+        if not active:
+            return
+        began = time.monotonic()
+        caches = [answer.cache for _, answer in active if answer.cache is not None]
+        results = self._steps.run(caches, [answer.last for _, answer in active])
+        for (job, answer), scores in zip(active, results, strict=True):
+            if isinstance(scores, Exception):
+                if job in self._roster.running():  # else another of its answers has failed
+                    self._fail(job, scores)
+            elif answer.cache is not None:
+                with self._reported(job):
+                    self._accept(job, answer, scores)
+        for job in self._roster.running():
+            if any(job is other for other, _ in active):
+                job.note_bytes(self.sizes)
+                self._complete(job)
+        self._stepped = time.monotonic()
+        self._step_seconds = self._stepped - began
+
+    def _accept(self, job: Job, answer: Answer, scores: Tensor) -> None:
         """Choose the next token of an answer, and send what is complete."""
-        scores = logits.float().cpu()
-        if self._suppressed:
-            scores = scores.index_fill(0, torch.tensor(self._suppressed), float("-inf"))
         for event in answer.accept(scores, self._ends, self._texts):
             job.send(event)
         self.metrics.token()

@@ -20,7 +20,8 @@ def run_joined(original: Original, joined: JoinedCache, kwargs: dict[str, Any]) 
         UnsupportedModeError: the inputs are not one new token for each sequence.
         MembersFailedError: see `JoinedCache`.
     """
-    model, attached = original.model, original.attachment
+    model: Any = original.model
+    attached = original.attachment
     if joined.owner is None or joined.owner() is not model:
         raise CacheInUseError("the members of this JoinedCache were made for another model")
     tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
