@@ -38,13 +38,16 @@ def check_pages(segments: PagedSegments) -> None:
     segments.runs  # noqa: B018  made anew where something changed
     assert torch.equal(segments.runs.table_host, table.host)
     assert bool((table.count >= table.need(segments.lengths.view(-1))).all())
-    owners, members = table.space.owners, list(pool._members)
+    owners, every = table.space.owners, list(pool._members)
+    members = [member for member in every if member.table.space is table.space]
     named = torch.cat([member.table.host[member.table.host >= 0].long() for member in members])
     assert torch.equal(torch.bincount(named, minlength=len(owners)), owners.clamp_min(0).long())
-    use = pool.use()
-    assert use.pages == table.space.used == int((owners > 0).sum())
+    assert table.space.used == int((owners > 0).sum())
     assert table.space.free == int((owners == 0).sum())
-    assert use.stored == sum(member.total for member in members)
-    sides = [member.held_nbytes - member.nbytes - member.table.side_nbytes for member in members]
-    assert use.side == sum(sides) + sum(0 if m._quantized is None else m._quantized.window_nbytes for m in members)
-    assert use.held == use.side + int((owners >= 0).sum()) * table.space.page_nbytes
+    use, spaces = pool.use(), list(pool._spaces.values())
+    assert use.pages == sum(space.used for space in spaces)
+    assert use.stored == sum(member.total for member in every)
+    sides = [member.held_nbytes - member._rows_nbytes - member.table.side_nbytes for member in every]
+    assert use.side == sum(sides)
+    held = sum(int((space.owners >= 0).sum()) * space.page_nbytes for space in spaces)
+    assert use.held == use.side + held

@@ -74,6 +74,11 @@ class PageTable:
         """Bytes of the table."""
         return self.host.untyped_storage().nbytes() * (1 if self.device.type == "cpu" else 2)
 
+    @property
+    def charged(self) -> int:
+        """Bytes of side data that count in the pool."""
+        return self._held.side
+
     def charge(self, nbytes: int) -> None:
         """Count nbytes of side data in the pool, instead of what was counted before. PoolFullError: no room."""
         self.space.pool.change_side(nbytes - self._held.side)

@@ -52,9 +52,9 @@ class PagedSegments(Segments):
         forked = memo[id(self)] = object.__new__(type(self))
         forked.__dict__.update(self.__dict__)
         forked.table = self.table.fork()
-        forked.table.charge(self._charged)
+        forked.table.charge(self.table.charged)
         self._ahead = forked._ahead = 0
-        self._runs = forked._runs = None
+        forked._runs = None
         forked._layout = copy.copy(self._layout)  # its tensors are never changed in place
         forked._quantized = copy.deepcopy(self._quantized, memo)
         with torch.inference_mode(False):
@@ -78,11 +78,12 @@ class PagedSegments(Segments):
     @property
     def runs(self) -> Runs:
         """See `ReadableSlots.runs`: with a page table."""
-        if self._runs is None or self._runs.keys is not self._keys:
+        runs, table = self._runs, self.table
+        if runs is None or runs.table_host is not table.host or runs.keys is not table.space.keys:
             self._runs = None
             runs = super().runs
-            runs.table, runs.table_host, runs.page_size = self.table.on_device, self.table.host, self.table.size
-        return super().runs
+            runs.table, runs.table_host, runs.page_size = table.on_device, table.host, table.size
+        return runs
 
     @property
     def pages(self) -> int:
@@ -138,11 +139,10 @@ class PagedSegments(Segments):
         each = 0 if self._quantized is None else self._quantized.nbytes
         if runs is not None:
             each = each // len(self.table.host) * runs
-        self._charged = rows * row + each
-        self.table.charge(self._charged)
+        self.table.charge(rows * row + each)
 
     def _reserve(self, lengths: Tensor, written: Tensor | None = None) -> None:
-        self._ahead, self._runs = 0, None
+        self._ahead = 0
         run = column = None
         if written is not None and self.table.shared:
             first = written // self.table.size
@@ -171,7 +171,6 @@ class PagedSegments(Segments):
         if self.table.shared:
             self._ahead = 0
             self.table.prepare(self._layout.length, run.cpu(), (slot // self.table.size).cpu())
-            self._runs = None
         return self.table.rows(run, slot)
 
     def _take(self, buffer: Tensor, source: Tensor, rows: Tensor, source_rows: Tensor) -> None:
@@ -213,7 +212,6 @@ class PagedSegments(Segments):
         self._ahead = 0
         if not self._layout.uniform or self.table.most > 1 + -(-self.max_length // self.table.size):
             self.table.trim(self._layout.length, spare=1)
-            self._runs = None
 
     def _move_one(self, target: int, source: int) -> None:
         run = torch.arange(self.table.host.shape[0], device=self._device)
@@ -232,7 +230,6 @@ class PagedSegments(Segments):
         """Copy slots source [n] of runs [n] onto slots target [n]."""
         if self.table.shared:
             self.table.prepare(self._layout.length, run.cpu(), (target // self.table.size).cpu())
-            self._runs = None
         rows, from_rows = self.table.rows(run, target), self.table.rows(run, source)
         for buffer in (self._keys, self._values):
             buffer.index_copy_(0, rows, buffer.index_select(0, from_rows))
@@ -245,7 +242,7 @@ class PagedSegments(Segments):
             closing.undo()
             raise
         closing.carry_out()
-        self._ahead, self._runs = 0, None
+        self._ahead = 0
 
     def select_sequences(self, index: Tensor) -> None:
         """Sequence i becomes the former sequence index[i]; pages are shared, not copied."""
@@ -258,4 +255,4 @@ class PagedSegments(Segments):
         self.table.trim(self._layout.length)  # pages in reserve are not shared
         super().select_sequences(index)
         self.table.select(former)
-        self._ahead, self._runs = 0, None
+        self._ahead = 0
