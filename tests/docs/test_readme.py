@@ -66,11 +66,12 @@ def run(source: str, scope: dict[str, Any]) -> None:
     exec(compile(source, "example", "exec"), scope)
 
 
-EXAMPLES = ["README.md", "docs/index.md", "docs/usage.md", "docs/quantization.md", "docs/contexts.md"]
+EXAMPLES = ["README.md", "docs/index.md", "docs/usage.md", "docs/quantization.md", "docs/contexts.md", "docs/saving.md"]
 
 
 @pytest.mark.parametrize("page", EXAMPLES)
-def test_examples_run(tiny: None, page: str) -> None:
+def test_examples_run(tiny: None, page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # some write files
     run_all(page)
 
 
