@@ -222,3 +222,16 @@ def test_methods_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert loaded.state.facts == {"a": [1.5, None, (True, "b")]}
     assert torch.equal(loaded.state.which, torch.tensor([0]))
     assert loaded.method == Mine(size=4)
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "gemma3", "idefics3"])
+def test_images_of_generate_are_recorded(family: str, tmp_path: Path) -> None:
+    """Also where `generate` encodes them before its first pass."""
+    model, inputs = matrix.model(family), families.prompt(family)
+    with foveakv.compress(model, matrix.method("snapkv"), saveable=True) as session:
+        model.generate(**inputs, max_new_tokens=3)
+        session.cache.save(tmp_path / "cache")
+    assert foveakv.load_cache(tmp_path / "cache", model, inputs=inputs).seen == session.cache.seen
+    other = {**inputs, "pixel_values": inputs["pixel_values"] + 1}
+    with pytest.raises(errors.InputError, match="pixel_values"):
+        foveakv.load_cache(tmp_path / "cache", model, inputs=other)

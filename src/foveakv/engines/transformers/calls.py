@@ -55,6 +55,8 @@ class Call:
         prompt_total: the prompt is complete at this number of tokens; None: it is read in one forward pass.
         began: tokens of the passed cache when the call began.
         feeding: whether this is a call of `session.feed`.
+        digests: of the images and other inputs of a `generate` call, which may encode them before its first pass, until
+            a cache has recorded them.
         caches: the cache that was passed in, if any, and those made since.
         running: the cache of the forward pass in progress.
         compiled: the compiled forward that the next pass is to run, f(model, **arguments).
@@ -66,6 +68,7 @@ class Call:
     prompt_total: int | None = None
     began: int = 0
     feeding: bool = False
+    digests: dict[str, str] = field(default_factory=dict)
     caches: list[CompressedCache] = field(default_factory=list)
     running: CompressedCache | None = None
     compiled: Callable[..., Any] | None = None

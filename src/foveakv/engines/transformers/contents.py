@@ -27,12 +27,11 @@ class Contents:
         self.tokens: list[Tensor] = []
         self.inputs: list[dict[str, str]] = []
 
-    def note(self, ids: Tensor, arguments: Mapping[str, Any]) -> None:
-        """Record a pass over ids [B, q] with these named arguments, after it has ended."""
+    def note(self, ids: Tensor, digests: Mapping[str, str]) -> None:
+        """Record a pass over ids [B, q] with other inputs of these digests, after it has ended."""
         self.tokens.append(ids.detach().to(torch.int64, copy=True))
-        found = digests_of(arguments)
-        if found:
-            self.inputs.append(found)
+        if digests:
+            self.inputs.append(dict(digests))
 
     def select(self, index: Tensor) -> None:
         """Sequence b becomes the former sequence index[b]; int64 [B']."""

@@ -19,6 +19,7 @@ from foveakv.engines.transformers.attachment import Attachment, Original
 from foveakv.engines.transformers.blocks import Reads
 from foveakv.engines.transformers.cache import CompressedCache
 from foveakv.engines.transformers.calls import Call, SessionState, new_cache
+from foveakv.engines.transformers.contents import digests_of
 from foveakv.engines.transformers.joined import JoinedCache
 from foveakv.engines.transformers.joined_forward import run_joined
 from foveakv.engines.transformers.masks import check_prepared
@@ -105,7 +106,8 @@ def _compressed(
                 second_pass.run(decoder, first, cache.seen)
         cache.end_forward(attached.model_state())
         if cache.contents is not None:
-            cache.contents.note(_ids(kwargs), kwargs)
+            digests, call.digests = call.digests, {}
+            cache.contents.note(_ids(kwargs), digests or digests_of(kwargs))
         return output
     except BaseException:
         if cache.forward_tokens is not None or cache.seen == 0:  # incomplete, or nothing has been read yet

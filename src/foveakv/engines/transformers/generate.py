@@ -9,6 +9,7 @@ from typing import Any
 from foveakv.engines.transformers.attachment import Original
 from foveakv.engines.transformers.cache import CompressedCache
 from foveakv.engines.transformers.calls import Call, SessionState, passed_cache
+from foveakv.engines.transformers.contents import digests_of
 from foveakv.engines.transformers.forward import check_replaceable, session_cache
 from foveakv.engines.transformers.generation_modes import (
     call_arguments,
@@ -45,6 +46,8 @@ def wrap_generate(original: Original, model: Any) -> Any:
         options = user.options
         check_generate(model, user.method, named, options.max_decode_slots)
         call = Call(session, generating=True, prompt_total=prefill_total(model, named, cache))
+        if options.saveable:
+            call.digests = digests_of(named)
         stored = (0, 0)
         if isinstance(cache, CompressedCache):
             call.caches.append(cache)
