@@ -161,3 +161,31 @@ def test_random_requests_leave_an_empty_pool(checkpoints: Path) -> None:
         side = engines.worker_side()
         assert side._compressed == side._by_block == side._reading == side._steps == {}
         assert engines.connector_of(llm).scheduler._known == {}
+
+
+def test_a_method_that_fails_while_decoding_ends_its_request_only(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from foveakv.methods.streaming import Streaming
+
+    name = "tiny-llava"
+    path = tiny_checkpoints.checkpoint(name, checkpoints)
+    decode = Streaming.decode
+
+    def failing(self: Streaming, view: Any) -> Any:
+        if view.seen == view.request.prompt.columns + 20:
+            raise ValueError("a bug in a method")
+        return decode(self, view)
+
+    monkeypatch.setattr(Streaming, "decode", failing)
+    params = [
+        SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, extra_args={"foveakv": choice})
+        for choice in (CHOICES[2], CHOICES[0])
+    ]
+    with engines.engine(path, "off") as llm:
+        pool = engines.scheduler_of(llm).kv_cache_manager.block_pool
+        free = pool.get_num_free_blocks()
+        outputs = llm.generate([engines.prompt(name, 2)] * 2, params, use_tqdm=False)
+        assert [each.outputs[0].finish_reason for each in outputs] == ["error", "length"]
+        assert len(outputs[1].outputs[0].token_ids) == 40
+        assert pool.get_num_free_blocks() == free

@@ -55,6 +55,8 @@ class RewritingBuilder:
         tables, changed = common.block_table_tensor.cpu().clone(), False
         again: list[tuple[Step, bool]] = []
         for i, first in enumerate(tables[: common.num_reqs, 0].tolist()):
+            if starts[i + 1] == starts[i]:
+                continue  # a row of padding
             chunk = worker.chunk_at(first)
             if chunk is not None:
                 work.chunks.append((starts[i], chunk))
