@@ -6,6 +6,7 @@ import concurrent.futures
 import json
 import re
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,16 @@ def test_clients_that_go(client: openai.OpenAI, content: Any) -> None:
             with ask(client, content, stream=True, max_tokens=300, body=body) as chunks:
                 next(iter(chunks))
     assert ask(client, content).choices[0].message.content == whole
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert gauge(client, name) == 0
+
+
+def gauge(client: openai.OpenAI, name: str) -> float:
+    """A gauge of vLLM's metrics."""
+    with urllib.request.urlopen(f"{str(client.base_url).removesuffix('/v1/')}/metrics", timeout=60) as reply:
+        lines = reply.read().decode().splitlines()
+    (line,) = [line for line in lines if line.startswith(f"vllm:{name}{{")]
+    return float(line.rsplit(" ", 1)[1])
 
 
 def test_errors_of_requests_are_json(client: openai.OpenAI, content: Any) -> None:
