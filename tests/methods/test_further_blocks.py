@@ -8,7 +8,7 @@ from typing import Any
 import matrix
 import pytest
 import torch
-from plain_blocks import DIM, GROUP, HEADS, LAYERS, SCALING, Context, kinds_of
+from plain_blocks import DIM, GROUP, HEADS, LAYERS, SCALING, Context, attention, kinds_of
 from plain_slots import PlainSlots
 from plain_views import attention_sum
 from torch import Tensor
@@ -274,21 +274,6 @@ def test_the_ring_of_streaming_goes_on_after_blocks() -> None:
 
 
 # ---- against definitions of a few lines
-
-
-def attention(found: Context, idx: int, rows: slice) -> Tensor:
-    """Probabilities [B, H, G, n, N] of queries of the block, over what each head stored when they were read."""
-    query, keys, _ = found.layers[idx]
-    view = found.views[idx]
-    shown = torch.zeros(found.stored[idx].shape, dtype=torch.bool)
-    for b, h in torch.cartesian_prod(torch.arange(len(shown)), torch.arange(HEADS)).tolist():
-        shown[b, h, view.positions[b, view.candidates.expand(-1, HEADS, -1)[b, h]]] = True
-    n = found.prompt.columns
-    logits = query.unflatten(1, (HEADS, GROUP))[:, :, :, rows] @ keys[:, :, None].mT * SCALING
-    causal = torch.arange(n) <= torch.arange(n)[rows, None]
-    seen = shown[:, :, None, None] & causal
-    probs = logits.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0)
-    return probs * found.prompt.real[:, None, None, rows, None]
 
 
 def test_snapkv_is_what_the_window_of_the_block_attends_to() -> None:
