@@ -313,7 +313,7 @@ def scale(
 @run.command()
 def vllm(
     share: Annotated[float, typer.Option(help="Visual tokens to keep.")] = 0.25,
-    blocks: Annotated[int, typer.Option(help="Blocks of 32 tokens in the pool.")] = 30,
+    blocks: Annotated[int, typer.Option(help="Blocks of 32 tokens in the pool.")] = 40,
     requests: Annotated[int | None, typer.Option(help="Requests that are sent at once.")] = None,
     tokens: Annotated[int | None, typer.Option(help="New tokens of each.")] = None,
     task: Annotated[str, typer.Option(help="Task of the evaluation whose prompts are used.")] = "cards-4",
@@ -328,7 +328,7 @@ def vllm(
     settings = {
         "share": share,
         "blocks": blocks,
-        "requests": requests or (2 if quick else 8),
+        "requests": requests or (2 if quick else 10),
         "tokens": tokens or (4 if quick else 32),
         "task": task,
         "scored": "cards-4" if quick else "cards-16",
