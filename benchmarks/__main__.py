@@ -313,10 +313,10 @@ def scale(
 @run.command()
 def vllm(
     share: Annotated[float, typer.Option(help="Visual tokens to keep.")] = 0.25,
-    blocks: Annotated[int, typer.Option(help="Blocks of 32 tokens in the pool.")] = 120,
+    blocks: Annotated[int, typer.Option(help="Blocks of 32 tokens in the pool.")] = 40,
     requests: Annotated[int | None, typer.Option(help="Requests that are sent at once.")] = None,
     tokens: Annotated[int | None, typer.Option(help="New tokens of each.")] = None,
-    task: Annotated[str, typer.Option(help="Task of the evaluation whose prompts are used.")] = "cards-16",
+    task: Annotated[str, typer.Option(help="Task of the evaluation whose prompts are used.")] = "cards-4",
     threads: Annotated[int, typer.Option(help="Threads of each engine.")] = 1,
     repeats: Repeats = None,
     label: Label = "",
@@ -328,12 +328,13 @@ def vllm(
     settings = {
         "share": share,
         "blocks": blocks,
-        "requests": requests or (2 if quick else 12),
-        "tokens": tokens or (4 if quick else 96),
-        "task": "cards-4" if quick else task,
+        "requests": requests or (2 if quick else 10),
+        "tokens": tokens or (4 if quick else 32),
+        "task": task,
+        "scored": "cards-4" if quick else "cards-16",
         "threads": threads,
         "repeats": repeats or (1 if quick else 3),
-        "prompts": 1 if quick else 7,
+        "prompts": 1 if quick else 5,
     }
     measure("vllm", settings, out=out, label=label, quick=quick, resume=resume)
 

@@ -59,10 +59,10 @@ INTROS = {
     ),
     "vllm": (
         "The embedded model in two vLLM engines (CPU backend, float32), one without the plugin, which take turns with "
-        "the same requests in a pool of the same size. All requests are sent at once, each with 16 images. `over the "
-        "same request without` compares the time from sending to the last token, request by request. `scoring` is the "
-        "time in which the method decides and its query rows are kept, `moving slots` that of writing the kept tokens "
-        "to the first slots. The machine was shared with other work."
+        "the same requests in a pool of the same size. All requests are sent at once, each with four images. `over the "
+        "same request without` compares the time from sending to the last token, request by request, with its range. "
+        "`scoring` is, for prompts of 16 images, the time in which the method decides and its query rows are kept, "
+        "`moving slots` that of writing the kept tokens to the first slots. The machine was shared with other work."
     ),
     "vllm_accuracy": (
         "The same items in vLLM and in the transformers engine, both in float32 with transformers' code of the model. "

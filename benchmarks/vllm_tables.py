@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 Rows = list[dict[str, Any]]
@@ -9,27 +10,31 @@ Table = tuple[list[str], list[list[str]]]
 
 
 def load(rows: Rows) -> Table:
-    """Requests in a fixed pool."""
+    """Requests in a fixed pool: medians over repeats of the medians over requests."""
     head = [
-        "side", "side by side", "preempted", "requests/s", "first token s", "ms per token", "whole request s",
-        "over the same request without", "requests slower than without",
+        "side", "side by side", "requests/s", "first token s", "ms per token", "whole request s",
+        "over the same request without", "requests slower than without", "repeats",
     ]  # fmt: skip
-    lines = [
-        [
-            row["side"],
-            f"{row['side_by_side']:g}",
-            f"{row['preempted']:g}",
-            _spread(row["requests_per_s"], 3),
-            _spread(row["first_s"], 1),
-            _spread(row["token_ms"], 0),
-            _spread(row["whole_s"], 1),
-            f"{row['whole_over_plain']['median']:.2f} (at most {row['whole_over_plain']['high']:.2f})",
-            f"{row['slower']:.0%}",
-        ]
-        for row in rows
-        if row["part"] == "load"
+    sides = dict.fromkeys(row["side"] for row in rows if row["part"] == "load")
+    return head, [_side([row for row in rows if row["part"] == "load" and row["side"] == side]) for side in sides]
+
+
+def _side(own: Rows) -> list[str]:
+    def median(name: str) -> float:
+        return statistics.median(row[name] if not isinstance(row[name], dict) else row[name]["median"] for row in own)
+
+    ratios = [row["whole_over_plain"] for row in own]
+    return [
+        own[0]["side"],
+        f"{median('side_by_side'):g}",
+        f"{median('requests_per_s'):.3f}",
+        f"{median('first_s'):.1f}",
+        f"{median('token_ms'):.0f}",
+        f"{median('whole_s'):.1f}",
+        f"{median('whole_over_plain'):.2f} ({min(r['low'] for r in ratios):.2f}-{max(r['high'] for r in ratios):.2f})",
+        f"{statistics.fmean(row['slower'] for row in own):.0%}",
+        str(len(own)),
     ]
-    return head, lines
 
 
 def scoring(rows: Rows) -> Table:

@@ -45,9 +45,10 @@ class Engine:
             }  # fmt: skip
         if blocks is not None:
             more["num_gpu_blocks_override"] = blocks + 1  # vLLM keeps one for itself
+        length = 2048 if blocks is None else min(2048, blocks * block)  # a request must fit
         self.processor = AutoProcessor.from_pretrained(path)
         self.llm = LLM(
-            model=path, model_impl="transformers", dtype="float32", max_model_len=2048, max_num_batched_tokens=2048,
+            model=path, model_impl="transformers", dtype="float32", max_model_len=length, max_num_batched_tokens=2048,
             enforce_eager=True, block_size=block, enable_prefix_caching=False, gpu_memory_utilization=0.2, seed=0,
             limit_mm_per_prompt={"image": 40}, mm_processor_cache_gb=0, **more,
         )  # fmt: skip
