@@ -69,9 +69,9 @@ class HAEState(State):
     Masks over the N columns of the context are bool [B, N]. keep: what the deciding layer and all later ones keep.
     ranked: visual columns that a text token of the newest block comes after. judge: those of them that DAP has not
     judged before. open: visual columns that wait for text. sizes: for DDES, once decided. first: what early layers keep
-    by layer 0. stats: sums of the scoring layers' statistics so far, [B, N] each. waiting: the layers before the deciding one.
-    sums: with shared scores, the sum of the scoring layers' prompt scores, [B, C]. bins, shared: the recycle bins, see
-    `RecycleBin` and `shared_bin`. figures: plain values for the report.
+    by layer 0. stats: sums of the scoring layers' statistics so far, [B, N] each. waiting: the layers before the
+    deciding one. sums: with shared scores, the sum of the scoring layers' prompt scores, [B, C]. bins, shared: the
+    recycle bins, see `RecycleBin` and `shared_bin`. figures: plain values for the report.
     """
 
     keep: Tensor

@@ -43,9 +43,9 @@ class MustDropState(State):
     """State of one request. Masks over the N columns of the context are bool [B, N].
 
     stages: the filtering layers that the model has. keep: what the layers of this block have kept so far. judge: visual
-    columns that are judged now. open: visual columns that wait for text. gone: what the last filtering layer has evicted
-    in any block. protected: key tokens. columns: of every layer of a further block, positions int64 [B, C] and what
-    heads may keep, bool [B, 1 or H, C]. kept_visual: int64 [B].
+    columns that are judged now. open: visual columns that wait for text. gone: what the last filtering layer has
+    evicted in any block. protected: key tokens. columns: of every layer of a further block, positions int64 [B, C] and
+    what heads may keep, bool [B, 1 or H, C]. kept_visual: int64 [B].
     """
 
     stages: list[int]
