@@ -153,6 +153,21 @@ class Context:
         stored &= told
 
 
+def attention(found: Context, idx: int, rows: slice) -> Tensor:
+    """Probabilities [B, H, G, n, N] of queries of the block, over what each head stored when they were read."""
+    query, keys, _ = found.layers[idx]
+    view = found.views[idx]
+    shown = torch.zeros(found.stored[idx].shape, dtype=torch.bool)
+    for b, h in torch.cartesian_prod(torch.arange(len(shown)), torch.arange(HEADS)).tolist():
+        shown[b, h, view.positions[b, view.candidates.expand(-1, HEADS, -1)[b, h]]] = True
+    n = found.prompt.columns
+    logits = query.unflatten(1, (HEADS, GROUP))[:, :, :, rows] @ keys[:, :, None].mT * SCALING
+    causal = torch.arange(n) <= torch.arange(n)[rows, None]
+    seen = shown[:, :, None, None] & causal
+    probs = logits.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0)
+    return probs * found.prompt.real[:, None, None, rows, None]
+
+
 def _visible(held: Tensor) -> Any:
     """The mask of rows over columns of which each head sees `held`, bool [B, C] or [B, H, C]."""
     held = held[:, None] if held.dim() == 2 else held

@@ -8,7 +8,7 @@ from typing import Any
 import matrix
 import pytest
 import torch
-from plain_blocks import DIM, GROUP, HEADS, LAYERS, SCALING, Context, kinds_of
+from plain_blocks import DIM, GROUP, HEADS, LAYERS, SCALING, Context, attention, kinds_of
 from plain_slots import PlainSlots
 from plain_views import attention_sum
 from torch import Tensor
@@ -276,21 +276,6 @@ def test_the_ring_of_streaming_goes_on_after_blocks() -> None:
 # ---- against definitions of a few lines
 
 
-def attention(found: Context, idx: int, rows: slice) -> Tensor:
-    """Probabilities [B, H, G, n, N] of queries of the block, over what each head stored when they were read."""
-    query, keys, _ = found.layers[idx]
-    view = found.views[idx]
-    shown = torch.zeros(found.stored[idx].shape, dtype=torch.bool)
-    for b, h in torch.cartesian_prod(torch.arange(len(shown)), torch.arange(HEADS)).tolist():
-        shown[b, h, view.positions[b, view.candidates.expand(-1, HEADS, -1)[b, h]]] = True
-    n = found.prompt.columns
-    logits = query.unflatten(1, (HEADS, GROUP))[:, :, :, rows] @ keys[:, :, None].mT * SCALING
-    causal = torch.arange(n) <= torch.arange(n)[rows, None]
-    seen = shown[:, :, None, None] & causal
-    probs = logits.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0)
-    return probs * found.prompt.real[:, None, None, rows, None]
-
-
 def test_snapkv_is_what_the_window_of_the_block_attends_to() -> None:
     found = read(matrix.method("snapkv", budget=0.4, window=5, kernel=3))
     size = budget(found, 0.4).tolist()
@@ -372,9 +357,10 @@ def test_fastv_keeps_its_share_of_all_visual_tokens() -> None:
     ],
     ids=["hae", "mustdrop"],
 )
-def test_images_are_judged_once_text_has_come_after_them(method: Method) -> None:
+@pytest.mark.parametrize("first", [[(9, [3]), (5, [3, 4])], [(14, [3, 4])]], ids=["prompt", "cut image"])
+def test_images_are_judged_once_text_has_come_after_them(method: Method, first: list[tuple[int, list[int]]]) -> None:
     found = Context(kinds_of("tiiiiiitt" + "tiiii" + "iiii" + "tt" + "iittii" + "tttt"))
-    for tokens, kept in ((9, [3]), (5, [3, 4]), (4, [3, 8]), (2, [3, 4]), (6, [3, 4, 1, 2]), (4, [3, 4, 1, 1])):
+    for tokens, kept in (*first, (4, [3, 8]), (2, [3, 4]), (6, [3, 4, 1, 2]), (4, [3, 4, 1, 1])):
         found.read(method, tokens)
         stored, visual = found.stored[3][0, 0], found.prompt.visual[0]
         assert stored[~visual][: int((~visual)[: found.seen].sum())].all()
