@@ -357,9 +357,10 @@ def test_fastv_keeps_its_share_of_all_visual_tokens() -> None:
     ],
     ids=["hae", "mustdrop"],
 )
-def test_images_are_judged_once_text_has_come_after_them(method: Method) -> None:
+@pytest.mark.parametrize("first", [[(9, [3]), (5, [3, 4])], [(14, [3, 4])]], ids=["prompt", "cut image"])
+def test_images_are_judged_once_text_has_come_after_them(method: Method, first: list[tuple[int, list[int]]]) -> None:
     found = Context(kinds_of("tiiiiiitt" + "tiiii" + "iiii" + "tt" + "iittii" + "tttt"))
-    for tokens, kept in ((9, [3]), (5, [3, 4]), (4, [3, 8]), (2, [3, 4]), (6, [3, 4, 1, 2]), (4, [3, 4, 1, 1])):
+    for tokens, kept in (*first, (4, [3, 8]), (2, [3, 4]), (6, [3, 4, 1, 2]), (4, [3, 4, 1, 1])):
         found.read(method, tokens)
         stored, visual = found.stored[3][0, 0], found.prompt.visual[0]
         assert stored[~visual][: int((~visual)[: found.seen].sum())].all()

@@ -21,7 +21,7 @@ from foveakv.core.selection import keep_top
 from foveakv.errors import MethodError
 from foveakv.methods.base import Method, ModelFacts
 from foveakv.methods.checks import flag, number, share
-from foveakv.methods.contexts import at_view, grown, in_context, judged, stored_prompt
+from foveakv.methods.contexts import at_view, before_text, grown, in_context, still_open, stored_prompt
 from foveakv.methods.results import Results
 from foveakv.methods.views import (
     Decision,
@@ -42,17 +42,16 @@ _IMAGES = 8  # images whose attention rows are computed at once
 class MustDropState(State):
     """State of one request. Masks over the N columns of the context are bool [B, N].
 
-    stages: the filtering layers that the model has. keep: what the layers of this block have kept so far. open: visual
-    columns that have not been judged, since no text has come after them. judge: in a further block, those that are
-    judged now; None = all visual columns. gone: what the last filtering layer has evicted in any block. protected: key
-    tokens. columns: of every layer of a further block, positions int64 [B, C] and what heads may keep, bool
-    [B, 1 or H, C]. kept_visual: int64 [B].
+    stages: the filtering layers that the model has. keep: what the layers of this block have kept so far. judge: visual
+    columns that are judged now. open: visual columns that wait for text. gone: what the last filtering layer has
+    evicted in any block. protected: key tokens. columns: of every layer of a further block, positions int64 [B, C] and
+    what heads may keep, bool [B, 1 or H, C]. kept_visual: int64 [B].
     """
 
     stages: list[int]
     keep: Tensor
+    judge: Tensor
     open: Tensor
-    judge: Tensor | None = None
     gone: Tensor | None = None
     protected: Tensor | None = None
     columns: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -157,17 +156,16 @@ class MustDrop(Method):
                 f"0 to {count - 1}"
             )
         prompt = request.prompt
-        return MustDropState(stages, prompt.real, prompt.visual & ~judged(prompt.visual, prompt.text, 0))
+        judge = before_text(prompt, request.block_start)
+        return MustDropState(stages, prompt.real, judge, prompt.visual & ~judge)
 
     def continue_context(self, request: PromptView, state: State | None) -> MustDropState:
         """Find the visual tokens to judge now: those that a text token of the block comes after."""
         made, prompt = self.begin(request), request.prompt
         if not isinstance(state, MustDropState):
             return made
-        fresh = torch.arange(prompt.columns, device=prompt.kinds.device) >= state.open.shape[1]
-        waiting = grown(state.open, prompt.columns, False) | (prompt.visual & fresh)
-        made.judge = judged(waiting, prompt.text, request.block_start)
-        made.open = waiting & ~made.judge
+        waiting = still_open(state.open, prompt)
+        made.judge, made.open = waiting & made.judge, waiting & ~made.judge
         made.gone = None if state.gone is None else grown(state.gone, prompt.columns, False)
         made.protected = None if state.protected is None else grown(state.protected, prompt.columns, False)
         return made
@@ -203,8 +201,7 @@ class MustDrop(Method):
 
     def _dropped(self, view: PrefillView, keep: Tensor, state: MustDropState) -> Tensor:
         """Return the visual tokens that this layer evicts: bool [B, N]."""
-        judging = stored_prompt(view).visual
-        judging = judging if state.judge is None else judging & state.judge
+        judging = stored_prompt(view).visual & state.judge
         visual = judging & keep
         protected = torch.zeros_like(keep) if state.protected is None else state.protected
         rows, valid = text_rows(view.prompt, max_rows=None, start=view.first_row)
