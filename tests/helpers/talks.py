@@ -31,6 +31,7 @@ class Talk:
     trace: Trace
     stored: Sequence[dict[int, Stored]]
     cache: Any
+    stayed: torch.Tensor | None = None  # of the first prompt in the residual stream, where tokens were pruned from it
 
 
 def compressed(model: Any, method: Any, say: Say, **options: Any) -> Talk:
@@ -43,7 +44,7 @@ def compressed(model: Any, method: Any, say: Say, **options: Any) -> Talk:
     ):
         say(session)
         cache = session.cache
-        return Talk(logits, session, list(session.trace), seen.of(cache), cache)
+        return Talk(logits, session, list(session.trace), seen.of(cache), cache, seen.streams.get(id(cache)))
 
 
 def check(model: Any, talk: Talk, say: Say, tolerance: float = 1e-6, rows: str = "all") -> None:
@@ -54,7 +55,9 @@ def check(model: Any, talk: Talk, say: Say, tolerance: float = 1e-6, rows: str =
     witness.check(talk.trace, talk.stored)
     merges = talk.cache.method.merges
     torch.manual_seed(0)
-    with masked(model, talk.trace, stored=None if merges else talk.stored) as replay, recorded(model) as want:
+    after = talk.cache.method.prunes_after or 0
+    options = {"left": talk.stayed, "left_after": after, "stored": None if merges else talk.stored}
+    with masked(model, talk.trace, **options) as replay, recorded(model) as want:
         say(None)
     got = talk.logits
     if merges:  # the plain model has no merged numbers: only what was read before the first merge is comparable
@@ -67,10 +70,18 @@ def check(model: Any, talk: Talk, say: Say, tolerance: float = 1e-6, rows: str =
         assert replay.furthest < 2 * tolerance, f"keys or values differ from the plain cache by {replay.furthest:.3g}"
 
 
-def converse(family: str, model: Any, images: Sequence[bool], *, batch: int = 2, **options: Any) -> list[Any]:
+def converse(
+    family: str,
+    model: Any,
+    images: Sequence[bool],
+    *,
+    batch: int = 2,
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> list[Any]:
     """Turns over one cache, each with or without new images; returns what `generate` gave for each."""
     rows = [families.row(family, images=2 - b % 2, seed=b) for b in range(batch)]
-    turn = families.first_turn(family, rows, torch.float64)
+    turn = families.first_turn(family, rows, dtype)
     outputs: list[Any] = []
     past: dict[str, Any] = {}
     for step, image in enumerate([*images, None]):

@@ -67,6 +67,12 @@ ResidualLengthOption = Annotated[
         "--residual-length", min=0, help="With --kv-dtype: number of newest slots per head kept in full precision."
     ),
 ]
+ChunkOption = Annotated[
+    int | None,
+    typer.Option(
+        "--prefill-chunk", min=1, help="Read the prompt in chunks of this many tokens, each compressed when it is read."
+    ),
+]
 TrustOption = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model (default: off).")
 ]

@@ -12,6 +12,7 @@ from foveakv.cli import common
 from foveakv.cli.common import (
     AllowUrlsOption,
     BudgetOption,
+    ChunkOption,
     DebugOption,
     DeviceOption,
     DtypeOption,
@@ -45,6 +46,7 @@ def generate(
     set_: SetOption = None,
     kv_dtype: KVDtypeOption = None,
     residual_length: ResidualLengthOption = 32,
+    prefill_chunk: ChunkOption = None,
     max_new_tokens: TokensOption = 256,
     json: Annotated[
         Path | None, typer.Option("--json", help="Write answer, report and versions to this JSON file.")
@@ -68,7 +70,8 @@ def generate(
     # The command line is checked before the model is loaded.
     files.check_output_files(json)
     chosen = build_method(method, budget, set_ or [])
-    options = CacheOptions(kv_dtype=kv_dtype, residual_length=residual_length)
+    chunks: Any = "whole" if prefill_chunk is None else "compress"
+    options = CacheOptions(kv_dtype=kv_dtype, residual_length=residual_length, chunks=chunks)
     options.check(chosen)
     images, _ = load_images(image, allow_urls)
     loaded = common.load_model(model, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -78,8 +81,9 @@ def generate(
     with compress(loaded.model, chosen, options=options) as session:
         with PrefillBar(loaded.model):
             sequences = loaded.model.generate(
-                **inputs, max_new_tokens=max_new_tokens, do_sample=False, streamer=EchoStreamer(tokenizer)
-            )
+                **inputs, max_new_tokens=max_new_tokens, do_sample=False, streamer=EchoStreamer(tokenizer),
+                **({} if prefill_chunk is None else {"prefill_chunk_size": prefill_chunk}),
+            )  # fmt: skip
         report = session.report
     seconds = time.perf_counter() - started
     common.output().print(report)

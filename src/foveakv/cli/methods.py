@@ -55,11 +55,15 @@ def declared(cls: type[Method]) -> str:
         seen += ["attention sums while decoding"] if observes.attention_sum else []
         seen += ["a second pass over the prompt"] if observes.second_pass else []
         acts = ", ".join(_WHEN[when] for when in decides)
-        return f"slots differ per {method.granularity}; observes {', '.join(seen)}; acts {acts}"
+        further = _FURTHER[method.further]
+        return (
+            f"slots differ per {method.granularity}; observes {', '.join(seen)}; acts {acts}; further blocks: {further}"
+        )
     except AttributeError:  # depends on an option without a default
         return "what it declares depends on its options"
 
 
+_FURTHER = {"context": "decided anew with the context", "block": "decided alone", "keep": "stored whole"}
 _WHEN = {"prefill": "at prefill", "after_prefill": "after prefill", "decode": "while decoding", "read": "on read"}
 
 

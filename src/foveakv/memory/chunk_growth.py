@@ -109,7 +109,8 @@ def extend(
             kept = store._positions[store._sequence[row[known].to(device)]]
             width = min(kept.shape[1], longest)
             table[known.to(device), :width] = kept[:, :width]
-        added = places[run.to(device), : int(new.max()) * chunk].to(torch.int32).view(len(run), -1, chunk)
+        most = int(new.max())
+        added = places[run.to(device), : most * chunk].to(torch.int32).view(len(run), most, chunk)
         table[is_new] = added[inside]
         store._positions, store._sequence = table, torch.arange(len(run), device=device)
         store._digest = torch.arange(len(run), device=device)
@@ -158,7 +159,7 @@ def _write(
         for n, each in enumerate(run.tolist()):
             b, h = each // store.kv_heads, each % store.kv_heads
             tokens = source[b, h].index_select(0, order[each, : int(new[n]) * chunk])
-            tokens = tokens.view(int(new[n]), -1).to(former.dtype)
+            tokens = tokens.reshape(int(new[n]), former.shape[1]).to(former.dtype)
             at, held = int(start[n]), int(before[n])
             if writer is None:
                 former[at + held : at + held + len(tokens)] = tokens

@@ -132,11 +132,6 @@ class ChunkStore:
         return self._digests.data
 
     @property
-    def digest_dtype(self) -> DigestDtype:
-        """How digests are stored, as given."""
-        return self._digests.kind
-
-    @property
     def digest_nbytes(self) -> int:
         """Storage bytes of the digests and their scales."""
         return self._digests.nbytes

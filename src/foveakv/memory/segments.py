@@ -268,10 +268,16 @@ class Segments(ReadableSlots):
         if bool((keys[..., 1:] >= keys[..., :-1]).all()):
             return
         order = keys.flatten(0, 1).argsort(dim=-1, stable=True)
-        source = (layout.start_dev[:, None] + order)[layout.valid().flatten(0, 1)]
+        run, slot = layout.valid().flatten(0, 1).nonzero(as_tuple=True)
         if self._quantized is not None:
             self._quantized.moved()
-        self._rebuild(layout.length, layout.length, source)
+        self._reorder(run, slot, order[run, slot])
+
+    def _reorder(self, run: Tensor, target: Tensor, source: Tensor) -> None:
+        """Copy slots source [n] of runs [n] onto slots target [n], all at once."""
+        start = self._layout.start_dev[run]
+        for buffer in self._buffers():
+            buffer.index_copy_(0, start + target, buffer.index_select(0, start + source))
 
     def crop(self, end: int) -> None:
         """Drop the slots whose position is `end` or later."""

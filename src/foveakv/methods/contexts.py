@@ -41,14 +41,20 @@ def grown(columns: Tensor, request_columns: int, value: bool) -> Tensor:
     return torch.nn.functional.pad(columns, (0, request_columns - columns.shape[1]), value=value)
 
 
-def judged(visual: Tensor, text: Tensor, start: int) -> Tensor:
-    """Mark the visual columns that come before a text column of the newest block: bool [B, N].
+def before_text(prompt: PromptMap, start: int) -> Tensor:
+    """Mark the visual columns that a text column of the newest block comes after: bool [B, N]; start: of the block.
 
-    visual, text: bool [B, N]. start: first column of the block.
+    Only these can be ranked by the block's text: an image that a chunk boundary separates from its question waits.
     """
-    columns = torch.arange(text.shape[1], device=text.device)
-    last = torch.where(text & (columns >= start), columns, -1).amax(1, keepdim=True)
-    return visual & (columns < last)
+    columns = torch.arange(prompt.columns, device=prompt.kinds.device)
+    last = torch.where(prompt.text & (columns >= start), columns, -1).amax(1, keepdim=True)
+    return prompt.visual & (columns < last)
+
+
+def still_open(open_before: Tensor, prompt: PromptMap) -> Tensor:
+    """Return the visual columns that wait for text: those of before, bool [B, M], and new ones: bool [B, N]."""
+    fresh = torch.arange(prompt.columns, device=prompt.kinds.device) >= open_before.shape[1]
+    return grown(open_before, prompt.columns, False) | (prompt.visual & fresh)
 
 
 def _present(view: PrefillView) -> Tensor:

@@ -130,7 +130,7 @@ class FastV(Method):
         scoring = self._scoring
         if view.compressed_idx == scoring:
             state.keep = self._choose(view)
-            return Decision(stream=at_view(state.keep, view) if self.drop_hidden_states else None)
+            return Decision(stream=state.keep if self.drop_hidden_states and view.stored is None else None)
         if view.compressed_idx < scoring or state.keep is None:
             return None
         return Decision(keep=at_view(state.keep, view)[:, None] & view.candidates)

@@ -268,7 +268,7 @@ class HAE(Presets, Method):
             gone = torch.zeros_like(real) if redundant is None else redundant
             state.keep = real & ~gone
             state.count("evicted_visual", gone.sum(-1).tolist())
-            stream = at_view(state.keep, view) if self.drop_hidden_states else None
+            stream = state.keep if self.drop_hidden_states and view.stored is None else None
             if self.ddes:
                 state.sizes = self._steady.sizes(view, self._candidates(view, state.keep)[:, 0])
             earlier = self._settle_earlier(view)
@@ -302,18 +302,15 @@ class HAE(Presets, Method):
 
     def _redundant(self, view: PrefillView, stats: TextStats) -> Tensor:
         """Return the visual tokens that DAP evicts, and those that do not fit into the budget: bool [B, N]."""
-        prompt, judge = stored_prompt(view), view.state.judge
-        visual = prompt.visual
-        gone = self._rules.redundant(stats, visual if judge is None else visual & judge)
+        state, prompt = view.state, stored_prompt(view)
+        gone = self._rules.redundant(stats, prompt.visual & state.judge)
         fits = self.prompt_ranking == "deciding" and self.compress_prompt and self.target_visual_tokens is None
         if not (fits and self.ddes and self.budget is not None):
             return gone
         steady, real = view.budget_tokens(self.budget, steady=True), prompt.real
         protected = newest(real, newest_kept(steady, self.recent, self.sink)) | (real & (real.cumsum(-1) <= self.sink))
-        left = visual & ~gone & ~protected
-        if judge is not None:  # without text, a block ranks nothing
-            left &= prompt.text[:, view.request.block_start :].any(-1, keepdim=True)
-        return gone | self._rules.beyond(stats, left, room_for_visual(steady, prompt, visual & ~protected))
+        visual = prompt.visual & state.ranked & ~protected
+        return gone | self._rules.beyond(stats, visual & ~gone, room_for_visual(steady, prompt, visual))
 
     def redundant(self, sums: Tensor, maxima: Tensor, variance: Tensor, visual: Tensor) -> Tensor:
         """Return the visual tokens that DAP evicts: bool [B, C].

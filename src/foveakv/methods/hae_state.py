@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from foveakv.methods.contexts import grown, judged
+from foveakv.methods.contexts import before_text, still_open
 from foveakv.methods.dap import TextStats
 from foveakv.methods.ddes import BinState
 from foveakv.methods.shared_bin import SharedState
@@ -67,16 +67,17 @@ class HAEState(State):
     """State of one request.
 
     Masks over the N columns of the context are bool [B, N]. keep: what the deciding layer and all later ones keep.
-    open: visual columns that DAP has not judged, since no text has come after them. judge: in a further block, those
-    that it judges now; None = all visual columns. sizes: for DDES, once decided. first: what early layers keep by layer
-    0. stats: sums of the scoring layers' statistics so far, [B, N] each. waiting: the layers before the deciding one.
-    sums: with shared scores, the sum of the scoring layers' prompt scores, [B, C]. bins, shared: the recycle bins, see
-    `RecycleBin` and `shared_bin`. figures: plain values for the report.
+    ranked: visual columns that a text token of the newest block comes after. judge: those of them that DAP has not
+    judged before. open: visual columns that wait for text. sizes: for DDES, once decided. first: what early layers keep
+    by layer 0. stats: sums of the scoring layers' statistics so far, [B, N] each. waiting: the layers before the
+    deciding one. sums: with shared scores, the sum of the scoring layers' prompt scores, [B, C]. bins, shared: the
+    recycle bins, see `RecycleBin` and `shared_bin`. figures: plain values for the report.
     """
 
     keep: Tensor
+    ranked: Tensor
+    judge: Tensor
     open: Tensor
-    judge: Tensor | None = None
     sizes: Sizes | None = None
     first: Tensor | None = None
     stats: list[Tensor] = field(default_factory=list)
@@ -89,17 +90,13 @@ class HAEState(State):
     @classmethod
     def of(cls, request: PromptView, before: HAEState | None = None) -> HAEState:
         """Create it for a prompt, or for a further block with the state before it."""
-        prompt, start = request.prompt, request.block_start
-        if before is None:
-            return cls(prompt.real, prompt.visual & ~judged(prompt.visual, prompt.text, 0))
-        columns = torch.arange(prompt.columns, device=prompt.kinds.device)
-        fresh = prompt.visual & (columns >= before.open.shape[1])
-        waiting = grown(before.open, prompt.columns, False) | fresh
-        judge = judged(waiting, prompt.text, start)
-        return cls(
-            prompt.real, waiting & ~judge, judge, bins=before.bins.emptied(), shared=before.shared,
-            figures=before.figures,
-        )  # fmt: skip
+        prompt = request.prompt
+        ranked = before_text(prompt, request.block_start)
+        waiting = prompt.visual if before is None else still_open(before.open, prompt)
+        made = cls(prompt.real, ranked, waiting & ranked, waiting & ~ranked)
+        if before is not None:
+            made.bins, made.shared, made.figures = before.bins.emptied(), before.shared, before.figures
+        return made
 
     def add_stats(self, stats: TextStats) -> None:
         """Add the statistics of a scoring layer."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, ClassVar, Literal
 
@@ -16,6 +16,7 @@ from foveakv.core.columns import from_end
 from foveakv.methods import hybridkv_budgets as rules
 from foveakv.methods.base import Method
 from foveakv.methods.hybridkv_presets import PRESETS, check_options
+from foveakv.methods.hybridkv_state import HybridKVState
 from foveakv.methods.presets import Presets
 from foveakv.methods.results import HeadMaps, Results
 from foveakv.methods.text_first import text_first, text_note
@@ -31,36 +32,6 @@ from foveakv.methods.views import (
     When,
 )
 from foveakv.methods.windows import Auto, kept_window, scores_of_window, window_note, window_rows
-
-
-@dataclass
-class HybridKVState(State):
-    """State of one request.
-
-    rows: text rows int64 [B, n], and bool [B, n], which of them count. k: of every sequence, for Eq. 3. window: rows of
-    the window, int64 [B]. text: text tokens, and those of the window besides, int64 [B]. digest, chunk: how digests are
-    stored, and tokens per chunk. totals: slots of the budget, int64 [B]. most: dynamic heads whose digests the budget
-    allows, int64 [B]. refused: heads that are static because of it, int64 [B]. Per layer, during prefill: scores S
-    [B, H], static [B, H], window_scores [B, H, C] of static heads. After prefill: heads, rho float64 [B], and int64
-    [B] slots of the budget minus digests (total) and before rounding and trimming (nominal).
-    """
-
-    rows: tuple[Tensor, Tensor]
-    k: list[int]
-    window: Tensor
-    text: Tensor
-    digest: rules.Digest
-    chunk: int
-    totals: Tensor
-    most: Tensor
-    refused: Tensor
-    scores: list[Tensor] = field(default_factory=list)
-    static: list[Tensor] = field(default_factory=list)
-    window_scores: list[Tensor | None] = field(default_factory=list)
-    heads: HeadMaps | None = None
-    rho: Tensor | None = None
-    total: Tensor | None = None
-    nominal: Tensor | None = None
 
 
 @dataclass
@@ -184,7 +155,7 @@ class HybridKV(Presets, Method):
         most = [geometry.heads] * geometry.batch
         if self.count_digests and self.classify == "auto":
             most = rules.most_dynamic(geometry, digest, chunk, totals.tolist())
-        window = window_rows(prompt, self.window)
+        window = window_rows(prompt, self.window, request.block_start)
         text = (prompt.text | (from_end(prompt.real) <= window[:, None])).sum(-1)
         text = text * prompt.visual.any(-1)  # text that leaves no slots to images matters only where there are images
         return HybridKVState(
@@ -192,6 +163,17 @@ class HybridKV(Presets, Method):
             digest=digest, chunk=chunk, totals=totals, most=torch.tensor(most),
             refused=torch.zeros(geometry.batch, dtype=torch.int64),
         )  # fmt: skip
+
+    def continue_context(self, request: PromptView, state: State | None) -> HybridKVState:
+        """Deal the budget of the context so far to the heads; classes, scores and chunks are those of the first block.
+
+        A dynamic head that read no chunk is static from now on, since its slots and its chunks have tokens in common.
+        """
+        made = self.begin(request)
+        if isinstance(state, HybridKVState) and state.heads is not None and state.starved is not None:
+            made.digest, made.chunk, made.refused, made.heads = state.digest, state.chunk, state.refused, state.heads
+            made.known, made.offloaded = state.heads.static | state.starved, state.offloaded
+        return made
 
     @property
     def _most_dynamic_share(self) -> float:
@@ -202,26 +184,29 @@ class HybridKV(Presets, Method):
 
     def prefill(self, view: PrefillView) -> Decision:
         """Score the heads of one layer and classify them, and offload the chunks of its dynamic heads."""
-        prompt = view.prompt
         state: HybridKVState = view.state
-        rows, valid = state.rows
-        given = view.query, view.keys, rows, valid, view.scaling, view.visible
-        scores = topk_attention(*given, state.k, fused=view.fused)  # [B, H]
-        static = torch.ones_like(scores, dtype=torch.bool) if self._late else self._by_theta(state, view, scores)
-        state.scores.append(scores)
-        state.static.append(static)
+        if state.known is not None:
+            static = state.known[:, view.compressed_idx].to(view.keys.device)
+        else:
+            rows, valid = state.rows
+            given = view.query, view.keys, rows, valid, view.scaling, view.visible
+            scores = topk_attention(*given, state.k, fused=view.fused)  # [B, H]
+            static = torch.ones_like(scores, dtype=torch.bool) if self._late else self._by_theta(state, view, scores)
+            state.scores.append(scores)
+            state.static.append(static)
         state.window_scores.append(scores_of_window(view, state.window) if bool(static.any()) else None)
+        candidates = view.candidates
+        state.columns.append((candidates, view.prompt.text))
         # Dynamic heads also keep one complete chunk, in case their budget is too small to retrieve.
-        incomplete = prompt.lengths % state.chunk
-        keep = static[..., None] | (from_end(prompt.real) <= (incomplete + state.chunk)[:, None])[:, None]
-        return Decision(keep=keep, offload=self._offload(state, ~static))
+        newest = candidates.sum(-1) % state.chunk + state.chunk
+        keep = static[..., None] | (from_end(candidates) <= newest[..., None])
+        return Decision(keep=keep & candidates, offload=self._offload(state, ~static))
 
     def after_prefill(self, view: PromptEndView) -> list[Decision]:
         """Allocate a budget to every head and reduce all layers to it."""
-        request, state = view.request, view.state
-        geometry, prompt = request.geometry, request.prompt
-        scores = torch.stack(state.scores, 1).cpu()  # [B, L, H]
-        static = self._by_distribution(state, scores) if self._late else torch.stack(state.static, 1).cpu()
+        state: HybridKVState = view.state
+        geometry = view.request.geometry
+        scores, static = self._classes(state)
         totals = state.totals.tolist()
         if self.count_digests:
             dynamic = (~static).flatten(1).sum(-1).tolist()
@@ -231,21 +216,39 @@ class HybridKV(Presets, Method):
             allocate_heads(
                 scores[b], static[b], context, totals[b], rho[b], self.alpha,
                 min_budget=self._minimum(window, totals[b] // geometry.heads),
-                chunk=context % state.chunk + state.chunk, step=state.chunk, rounding=self.rounding,
+                chunk=incomplete + state.chunk, step=state.chunk, rounding=self.rounding,
                 head_level=self.head_level, type_level=self.type_level, spend_rest=self.spend_rest,
             )
-            for b, (context, window) in enumerate(zip(prompt.lengths.tolist(), state.window.tolist(), strict=True))
+            for b, (context, window, incomplete) in enumerate(
+                zip(map(int, geometry.contexts), state.window.tolist(), self._incomplete(state), strict=True)
+            )
         ]  # fmt: skip
         budgets = torch.stack([part.budgets for part in parts])  # [B, L, H]
+        before = torch.zeros_like(budgets) if state.offloaded is None else state.offloaded
         settled = [
-            self._settle(state, request, static[:, layer], budgets[:, layer], window)
-            for layer, window in enumerate(state.window_scores)
+            self._settle(state, layer, static[:, layer], budgets[:, layer], before[:, layer])
+            for layer in range(geometry.layers)
         ]
         state.total, state.rho = torch.tensor(totals), torch.tensor(rho, dtype=torch.float64)
         state.nominal = torch.tensor([part.nominal for part in parts])
-        state.heads = HeadMaps(scores, static, budgets, torch.stack([slots for _, slots in settled], 1))
-        state.scores, state.static, state.window_scores = [], [], []
-        return [decision for decision, _ in settled]
+        decisions, *per_head = zip(*settled, strict=True)
+        slots, state.offloaded, state.starved = (torch.stack(each, 1) for each in per_head)
+        state.heads = HeadMaps(scores, static, budgets, slots)
+        state.scores, state.static, state.window_scores, state.columns = [], [], [], []
+        return list(decisions)
+
+    def _classes(self, state: HybridKVState) -> tuple[Tensor, Tensor]:
+        """Return S and which heads are static, [B, L, H] on the CPU, after the last layer of a prompt or block."""
+        if state.known is not None and state.heads is not None:
+            return state.heads.scores, state.known
+        scores = torch.stack(state.scores, 1).cpu()
+        return scores, self._by_distribution(state, scores) if self._late else torch.stack(state.static, 1).cpu()
+
+    def _incomplete(self, state: HybridKVState) -> list[int]:
+        """Return the most tokens of an incomplete chunk of each sequence."""
+        each = [(candidates.sum(-1) % state.chunk).amax(-1) for candidates, _ in state.columns]
+        most: list[int] = torch.stack(each).amax(0).tolist()
+        return most
 
     def results(self, view: ResultView) -> Results:
         """Return shares and totals over the sequences, the maps per head, and notes on what the budget does not hold.
@@ -354,28 +357,32 @@ class HybridKV(Presets, Method):
         return Offload(dynamic, state.chunk, self.store, self.store_dir, "mean", state.digest)
 
     def _settle(
-        self, state: HybridKVState, request: PromptView, static: Tensor, budgets: Tensor, window: Tensor | None
-    ) -> tuple[Decision, Tensor]:
+        self, state: HybridKVState, layer: int, static: Tensor, budgets: Tensor, before: Tensor
+    ) -> tuple[Decision, Tensor, Tensor, Tensor]:
         """Reduce one layer to its budgets: prune static heads, and set the number of chunks that dynamic heads read.
 
         Args:
-            state, request: of the prompt.
-            static, budgets: bool and int64 [B, H], on the CPU.
-            window: scores [B, H, C] of static heads.
+            state: of the request.
+            layer: index of the layer.
+            static, budgets, before: bool, int64 and int64 [B, H], on the CPU. before: chunks in the heads' stores.
 
         Returns:
-            The decision, and the slots on the device, chosen chunks included: int64 [B, H] on the CPU.
+            The decision, and [B, H] on the CPU: the slots on the device, chosen chunks included, int64, the chunks in
+            the stores, int64, and the dynamic heads that read none of theirs, bool.
         """
-        real, text, chunk = request.prompt.real, request.prompt.text, state.chunk
-        static, budgets, lengths = static.to(real.device), budgets.to(real.device), real.sum(-1)
+        (candidates, text), chunk, window = state.columns[layer], state.chunk, state.window_scores[layer]
+        static, budgets, before = (each.to(candidates.device) for each in (static, budgets, before))
+        lengths = candidates.sum(-1)  # [B, 1 or H]
         # Dynamic heads keep the incomplete chunk; if no other chunk fits the budget, they keep their newest tokens.
-        complete, incomplete = (lengths // chunk)[:, None], (lengths % chunk)[:, None]
+        complete, incomplete = (before + lengths // chunk).masked_fill(static, 0), lengths % chunk
         chunks = ((budgets - incomplete).clamp_min(0) // chunk).masked_fill(static, 0)  # [B, H]
-        keep = from_end(real)[:, None] <= torch.where(chunks > 0, incomplete, budgets)[..., None]
+        keep = from_end(candidates) <= torch.where(chunks > 0, incomplete, budgets)[..., None]
         if window is not None:
             recent = kept_window(budgets, state.window[:, None], self.window_share)
-            kept = text_first(window, text, real, budgets, recent, self.visual_share)
+            kept = text_first(window, text, candidates, budgets, recent, self.visual_share)
             keep = torch.where(static[..., None], kept, keep)
-        slots = (keep & real[:, None]).sum(-1) + torch.minimum(chunks, complete) * chunk
-        offload = self._offload(state, ~static) if self._late else None
-        return Decision(keep=keep, offload=offload, chunks=chunks), slots.cpu()
+        slots = (keep & candidates).sum(-1) + torch.minimum(chunks, complete) * chunk
+        offload = self._offload(state, ~static) if self._late and state.known is None else None
+        offloaded = complete.masked_fill(chunks >= complete, 0)  # a head that holds all its chunks has no store
+        decision = Decision(keep=keep & candidates, offload=offload, chunks=chunks)
+        return decision, slots.cpu(), offloaded.cpu(), ((chunks == 0) & (complete > 0)).cpu()

@@ -21,7 +21,7 @@ from foveakv.core.selection import keep_top
 from foveakv.errors import MethodError
 from foveakv.methods.base import Method, ModelFacts
 from foveakv.methods.checks import flag, number, share
-from foveakv.methods.contexts import at_view, grown, in_context, judged, stored_prompt
+from foveakv.methods.contexts import at_view, before_text, grown, in_context, still_open, stored_prompt
 from foveakv.methods.results import Results
 from foveakv.methods.views import (
     Decision,
@@ -42,19 +42,19 @@ _IMAGES = 8  # images whose attention rows are computed at once
 class MustDropState(State):
     """State of one request. Masks over the N columns of the context are bool [B, N].
 
-    stages: the filtering layers that the model has. keep: what the layers of this block have kept so far. open: visual
-    columns that have not been judged, since no text has come after them. judge: in a further block, those that are
-    judged now; None = all visual columns. gone: what the last filtering layer has evicted in any block. protected: key
-    tokens. positions: int64 [B, C] of every layer of a further block. kept_visual: int64 [B].
+    stages: the filtering layers that the model has. keep: what the layers of this block have kept so far. judge: visual
+    columns that are judged now. open: visual columns that wait for text. gone: what the last filtering layer has
+    evicted in any block. protected: key tokens. columns: of every layer of a further block, positions int64 [B, C] and
+    what heads may keep, bool [B, 1 or H, C]. kept_visual: int64 [B].
     """
 
     stages: list[int]
     keep: Tensor
+    judge: Tensor
     open: Tensor
-    judge: Tensor | None = None
     gone: Tensor | None = None
     protected: Tensor | None = None
-    positions: list[Tensor] = field(default_factory=list)
+    columns: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     kept_visual: Tensor | None = None
 
 
@@ -156,17 +156,16 @@ class MustDrop(Method):
                 f"0 to {count - 1}"
             )
         prompt = request.prompt
-        return MustDropState(stages, prompt.real, prompt.visual & ~judged(prompt.visual, prompt.text, 0))
+        judge = before_text(prompt, request.block_start)
+        return MustDropState(stages, prompt.real, judge, prompt.visual & ~judge)
 
     def continue_context(self, request: PromptView, state: State | None) -> MustDropState:
         """Find the visual tokens to judge now: those that a text token of the block comes after."""
         made, prompt = self.begin(request), request.prompt
         if not isinstance(state, MustDropState):
             return made
-        fresh = torch.arange(prompt.columns, device=prompt.kinds.device) >= state.open.shape[1]
-        waiting = grown(state.open, prompt.columns, False) | (prompt.visual & fresh)
-        made.judge = judged(waiting, prompt.text, request.block_start)
-        made.open = waiting & ~made.judge
+        waiting = still_open(state.open, prompt)
+        made.judge, made.open = waiting & made.judge, waiting & ~made.judge
         made.gone = None if state.gone is None else grown(state.gone, prompt.columns, False)
         made.protected = None if state.protected is None else grown(state.protected, prompt.columns, False)
         return made
@@ -176,7 +175,7 @@ class MustDrop(Method):
         state: MustDropState = view.state
         keep = state.keep
         if view.stored is not None:
-            state.positions.append(view.positions)
+            state.columns.append((view.positions, view.candidates))
         if view.compressed_idx in state.stages:
             if view.compressed_idx == state.stages[0]:
                 state.protected = self._key_tokens(view)
@@ -188,12 +187,12 @@ class MustDrop(Method):
         state: MustDropState = view.state
         state.gone = ~state.keep if state.gone is None else state.gone | ~state.keep
         state.kept_visual = (view.request.prompt.visual & ~state.gone).sum(-1)
-        first, layers, positions = state.stages[0], range(len(view.request.layers)), state.positions
-        state.positions = []
+        keep, columns, state.columns = state.keep, state.columns, []
         if not self.decode_stage:
             return None
-        masks = [state.keep.gather(1, each.clamp_min(0)) for each in positions] or [state.keep] * len(layers)
-        return [Decision(keep=masks[idx][:, None] if idx >= first else None) for idx in layers]
+        masks = [keep.gather(1, each.clamp_min(0))[:, None] & candidates for each, candidates in columns]
+        masks = masks or [keep[:, None]] * len(view.request.layers)
+        return [Decision(keep=mask if idx >= state.stages[0] else None) for idx, mask in enumerate(masks)]
 
     def results(self, view: ResultView) -> Results:
         """Return `kept_visual`, the visual tokens of each sequence after the last filtering layer."""
@@ -202,8 +201,7 @@ class MustDrop(Method):
 
     def _dropped(self, view: PrefillView, keep: Tensor, state: MustDropState) -> Tensor:
         """Return the visual tokens that this layer evicts: bool [B, N]."""
-        judging = stored_prompt(view).visual
-        judging = judging if state.judge is None else judging & state.judge
+        judging = stored_prompt(view).visual & state.judge
         visual = judging & keep
         protected = torch.zeros_like(keep) if state.protected is None else state.protected
         rows, valid = text_rows(view.prompt, max_rows=None, start=view.first_row)

@@ -42,8 +42,9 @@ class PyramidKV(SnapKV):
         """Return the tokens that every head of this layer keeps: int64 [B]."""
         size = view.budget_tokens(self.budget)
         window = self.window_tokens(view.request, size)
-        pairs = zip((size - window).tolist(), (view.request.prompt.lengths - window).tolist(), strict=True)
-        layers = view.request.geometry.layers
+        geometry = view.request.geometry
+        most = torch.as_tensor(geometry.contexts, device=size.device) - window
+        pairs, layers = zip((size - window).tolist(), most.tolist(), strict=True), geometry.layers
         return window + torch.tensor(
             [pyramid(mean, most, layers, self.beta)[view.compressed_idx] for mean, most in pairs], device=size.device
         )

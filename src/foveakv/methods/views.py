@@ -334,9 +334,9 @@ class Decision:
         earlier: from `prefill`, one decision for each compressed layer before this one, with `keep` over the same
             columns as from `after_prefill` and nothing else. For methods that decide in a later layer; until then those
             layers store what they were told to, so the peak grows with the index of the layer.
-        stream: bool [B, C], tokens to keep in the residual stream for the layers after `Method.prunes_after`; of a
-            further block, only the block's columns are read. The last token of a sequence is always kept, since its
-            output is the result of the prompt.
+        stream: bool [B, C], tokens to keep in the residual stream for the layers after `Method.prunes_after`; from
+            `prefill` of a first prompt. The last token of a sequence is always kept, since its output is the result of
+            the prompt.
         restored: for the report, from `decode`: slots that were marked for eviction and are kept.
         flushes: for the report, from `decode`: flushes of a recycle bin.
     """

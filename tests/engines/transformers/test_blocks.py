@@ -43,3 +43,27 @@ def test_chunks_that_are_compressed_one_by_one(name: str, chunk: int) -> None:
     talk = talks.compressed(model, method, say, chunks="compress")
     talks.check(model, talk, say)
     assert [block.kind for block in talk.cache.blocks] == ["prompt"] + ["chunk"] * (-(-80 // chunk) - 1)
+
+
+VARIANTS = [*matrix.VARIANTS, ("fastv", {"drop_hidden_states": True})]
+
+
+@pytest.mark.parametrize(("name", "options"), VARIANTS, ids=[f"{name}-{i}" for i, (name, _) in enumerate(VARIANTS)])
+def test_turns_with_other_options(name: str, options: dict[str, Any]) -> None:
+    model = matrix.model("llava", torch.float64)
+
+    def say(session: Any) -> None:
+        talks.converse("llava", model, (True, False))
+
+    talks.check(model, talks.compressed(model, matrix.method(name, **options), say), say)
+
+
+@pytest.mark.parametrize("name", ["hybridkv", "quest", "snapkv"])
+def test_turns_in_single_precision(name: str) -> None:
+    """Kernels that read chunks in place, and compiled sums of attention, where the machine has them."""
+    model = matrix.model("llava", torch.float32)
+
+    def say(session: Any) -> None:
+        talks.converse("llava", model, (True, True), dtype=torch.float32)
+
+    talks.check(model, talks.compressed(model, matrix.method(name), say), say, tolerance=2e-4)

@@ -26,7 +26,7 @@ class Remembered(State):
 
 @dataclass
 class Pages(Method):
-    """Offload the complete chunks of every other head and read `chunks` of them; other heads keep their newest tokens."""
+    """Offload the complete chunks of every other head and read some; other heads keep their newest tokens."""
 
     chunks: int = 2
     place: Any = "host"

@@ -10,6 +10,10 @@ import pytest
 import talks
 import torch
 from families.rows import Picture, Row
+from modes import inputs_of
+
+import foveakv
+from foveakv import errors
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -56,3 +60,95 @@ def test_five_blocks(family: str, name: str) -> None:
     talk = talks.compressed(model, method, say)
     talks.check(model, talk, say)
     assert [block.kind for block in talk.cache.blocks] == ["prompt", *["feed"] * 4, "turn"]
+
+
+@pytest.mark.parametrize("name", ["snapkv", "hae", "hybridkv"])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_positions_of_models_with_three_axes(family: str, name: str) -> None:
+    """Fed with positions, then continued without: as if the context had been read at once."""
+    model, argument = matrix.model(family, torch.float64), matrix.cache_argument(family)
+    feeds = blocks_of(family, 3, batch=1)
+    ids = torch.cat([feed["input_ids"] for feed in feeds], 1)
+    grids = torch.cat([feed["image_grid_thw"] for feed in feeds])
+    types = families.token_types(family, ids)["mm_token_type_ids"]
+    positions, _ = model.model.get_rope_index(ids, image_grid_thw=grids, mm_token_type_ids=types)
+    question = torch.tensor([[31, 32, 33]])
+    method = matrix.method(name)
+
+    def say(session: Any) -> None:
+        cache: Any = None
+        pieces = positions.split([feed["input_ids"].shape[1] for feed in feeds], -1)
+        for feed, piece in zip(feeds, pieces, strict=True):
+            inputs = {key: value for key, value in feed.items() if key != "attention_mask"} | {"position_ids": piece}
+            if session is not None:
+                session.feed(**inputs)
+                cache = session.cache
+            else:
+                past = {} if cache is None else {argument: cache}
+                cache = matrix.cache_of(model(**inputs, **past, use_cache=True, logits_to_keep=1))
+        if session is not None:
+            session.feed(input_ids=question)
+            model(input_ids=torch.tensor([[34]]), **{argument: session.cache})
+            return
+        end = int(positions.max()) + 1
+        for step in (question, torch.tensor([[34]])):
+            place = torch.arange(end, end + step.shape[1]).expand(3, 1, -1)
+            model(input_ids=step, position_ids=place, **{argument: cache}, logits_to_keep=1)
+            end += step.shape[1]
+
+    talks.check(model, talks.compressed(model, method, say), say)
+
+
+def test_images_without_positions_are_refused_where_they_are_needed() -> None:
+    model = matrix.model("qwen2_5_vl", torch.float64)
+    first, second = blocks_of("qwen2_5_vl", 2, batch=1)
+    with foveakv.compress(model, matrix.method("snapkv")) as session:
+        session.feed(**first)
+        seen = session.cache.seen
+        with pytest.raises(errors.UnsupportedModeError, match="pass position_ids"):
+            session.feed(**second)
+        assert session.cache.seen == seen
+        session.feed(input_ids=torch.tensor([[31, 32]]))
+        assert session.cache.seen == seen + 2
+
+
+@pytest.mark.parametrize("name", matrix.METHODS)
+def test_masks_of_blocks(name: str) -> None:
+    """A mask of the block or of the whole context; padding of earlier blocks is remembered."""
+    model, argument = matrix.model("llava", torch.float64), matrix.cache_argument("llava")
+    inputs = inputs_of("llava")
+    words = torch.tensor([families.words(6, seed) for seed in range(3)])
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1], [0, 1, 1, 0, 1, 1]])
+    whole = torch.cat([inputs["attention_mask"], mask], 1)
+
+    def say(given: torch.Tensor) -> talks.Say:
+        def run(session: Any) -> None:
+            end = torch.ones(3, 1, dtype=torch.long)
+            if session is not None:
+                session.feed(**inputs)
+                session.feed(input_ids=words, attention_mask=given)
+                session.feed(input_ids=words[:, :1])
+                return
+            cache = matrix.cache_of(model(**inputs, use_cache=True, logits_to_keep=1))
+            model(input_ids=words, attention_mask=whole, **{argument: cache}, logits_to_keep=1)
+            longer = torch.cat([whole, end], 1)
+            model(input_ids=words[:, :1], attention_mask=longer, **{argument: cache}, logits_to_keep=1)
+
+        return run
+
+    for given in (mask, whole):
+        talks.check(model, talks.compressed(model, matrix.method(name), say(given)), say(given), rows="last")
+
+
+def test_what_cannot_be_fed() -> None:
+    model = matrix.model("llava", torch.float64)
+    session = foveakv.compress(model, matrix.method("snapkv"))
+    with pytest.raises(errors.CacheInUseError, match="not open"):
+        session.feed(input_ids=torch.tensor([[11, 12]]))
+    with session:
+        session.feed(input_ids=torch.tensor([families.words(20, 0)]))
+        with pytest.raises(errors.InputError, match="does not fit a block"):
+            session.feed(input_ids=torch.tensor([[11, 12]]), attention_mask=torch.ones(1, 3))
+        with pytest.raises(errors.CacheInUseError, match="1 sequences, but the inputs have 2"):
+            session.feed(input_ids=torch.tensor([[11, 12], [13, 14]]))
+        assert session.cache.seen == 20

@@ -106,7 +106,7 @@ def test_later_turns(family: str) -> None:
     runs = []
     for preallocate in (None, 60):
         with (
-            foveakv.compress(model, matrix.method("snapkv"), preallocate=preallocate) as session,
+            foveakv.compress(model, matrix.method("snapkv"), preallocate=preallocate, turns="store") as session,
             recorded(model) as logits,
         ):
             turn = families.first_turn(family, [families.row(family, seed=seed) for seed in (0, 1)], torch.float64)
@@ -126,7 +126,7 @@ def test_padding_in_a_later_turn_is_not_attended_to() -> None:
     mask = torch.cat([inputs["attention_mask"], padding], 1)
     logits = []
     for preallocate in (None, ROOM):
-        cache = foveakv.cache_for(model, matrix.method("snapkv"), preallocate=preallocate)
+        cache = foveakv.cache_for(model, matrix.method("snapkv"), preallocate=preallocate, turns="store")
         model(**inputs, past_key_values=cache)
         steps = [model(**more, attention_mask=mask, past_key_values=cache).logits[:, -1]]
         longer = torch.nn.functional.pad(mask, (0, 1), value=1)

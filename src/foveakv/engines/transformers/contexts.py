@@ -50,11 +50,12 @@ def begin_prompt(cache: Any, prompt: PromptMap, itemsize: int, total: int | None
     cache.context, cache.first_columns = cache.prompt, cache.prompt.columns
     cache.first_lengths = None
     cache._request = request_of(cache, cache.prompt, itemsize, total)
-    cache.undecided = method.visual_only and not bool(cache.prompt.visual.any())
+    unseen = method.visual_only and not bool(cache.prompt.visual.any())
+    if unseen and ends:
+        raise _no_visual_tokens(method.name, cache.kinds_known)
+    cache.undecided = unseen or (not ends and _empty(cache.prompt))
     if not cache.undecided:
         cache.state = method.begin(cache._request)
-    elif ends:
-        raise _no_visual_tokens(method.name, cache.kinds_known)
 
 
 def begin_block(cache: Any, reads: Reads, prompt: PromptMap, itemsize: int, mask: Any) -> Block:
@@ -84,7 +85,8 @@ def begin_block(cache: Any, reads: Reads, prompt: PromptMap, itemsize: int, mask
         if kind == "chunk" and last:
             raise _no_visual_tokens(method.name, cache.kinds_known)
         block.mode = "keep"
-    if block.mode == "keep":
+    if block.mode == "keep" or (not last and _empty(context)):
+        block.mode = "keep"
         return block
     block.protected = _protected(cache, context, kind)
     if block.mode == "block":
@@ -169,6 +171,11 @@ def _protected(cache: Any, context: PromptMap, kind: Kind) -> Tensor | None:
     elif options.pinned != "none":
         found |= real & (real.cumsum(-1) <= options.pinned) & first
     return found if bool(found.any()) else None
+
+
+def _empty(context: PromptMap) -> bool:
+    """Whether a sequence has no token yet: the first chunks of a padded batch."""
+    return bool((context.lengths == 0).any())
 
 
 def _no_visual_tokens(method: str, kinds_known: bool) -> NoVisualTokensError:

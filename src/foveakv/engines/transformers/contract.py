@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foveakv.core.prompt import PromptMap
-from foveakv.engines.transformers.blocks import Block
+from foveakv.engines.transformers.blocks import Block, BlockReport
 from foveakv.engines.transformers.decisions import Storage
 from foveakv.engines.transformers.masks import Mask
 from foveakv.methods.base import Method
@@ -47,6 +47,7 @@ class OwningCache(Protocol):
     forward_tokens: int | None
     last_chunk: bool
     block: Block | None
+    blocks: list[BlockReport]
     undecided: bool
     owner: weakref.ref[Any] | None
 

@@ -180,7 +180,7 @@ def offload_further(
         ("chunk", store.chunk, offload.chunk),
         ("place", store.place, offload.place),
         ("summary", store.summary, offload.summary),
-        ("digest_dtype", store.digest_dtype, offload.digest_dtype),
+        ("digest_dtype", store._digests.kind, offload.digest_dtype),
     ):
         if former != given:
             raise MethodError(

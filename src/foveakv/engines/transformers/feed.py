@@ -43,6 +43,8 @@ def _whole_mask(cache: CompressedCache, model: Any, inputs: dict[str, Any]) -> T
     if context is None or (isinstance(mask, Tensor) and (mask.ndim != 2 or mask.shape[1] > cache.seen)):
         return mask
     block = prompt_map(model, inputs)
+    if block.batch != context.batch:
+        return mask  # the pass is refused
     if isinstance(mask, Tensor) and mask.shape != block.kinds.shape:
         raise InputError(
             f"attention_mask {list(mask.shape)} does not fit a block of {list(block.kinds.shape)} tokens; give the "
@@ -67,4 +69,4 @@ def _set_offsets(cache: CompressedCache, positions: Tensor) -> None:
         return
     following = positions[-3:].amax(0).amax(-1, keepdim=True) + 1  # [B, 1]
     offset = following - cache.context.lengths[:, None].to(following.device)
-    cache.model_state = [None if state is None else offset.to(state) for state in cache.model_state]
+    cache.model_state = [offset for _ in cache.model_state]

@@ -237,6 +237,11 @@ def _check_mask(cache: CompressedCache, mask: Any, new: int, total: int | None) 
 def _drafted(attached: Attachment, call: Call, cache: CompressedCache, kwargs: dict[str, Any]) -> int:
     """The number of tokens after the prompt, or after a later turn, in the pass that completes it."""
     total, new = _total(attached, call, cache), _ids(kwargs).shape[1]
+    if total is not None and 0 < call.began == cache.seen and new >= total:
+        raise UnsupportedModeError(
+            f"transformers {compat.VERSION} reads the whole context again when assisted decoding continues a cache; "
+            "generate without an assistant, or without the cache"
+        )
     if cache.prefilled and _block(attached, call, cache, new, total) is None:
         return 0
     return 0 if total is None else max(0, cache.seen + new - total)

@@ -142,6 +142,11 @@ class CompressedLayer(compat.CacheLayerMixin):
                 "assistant"
             )
         if self.seen - remove < self.prompt_columns:
+            if len(self.cache.blocks) > 1:
+                raise UnsupportedModeError(
+                    f"{self.cache.method.name}: tokens that model(...) reads together are compressed as a block and "
+                    'cannot be cropped; use turns="store" to verify drafts in a loop of your own'
+                )
             raise UnsupportedModeError(
                 f"{self.cache.method.name}: the prompt is compressed as a whole and cannot be cropped; call reset() "
                 "and start again"
