@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import common
+from benchmarks import common, serving_table
 from benchmarks.aims import AIMS
 from benchmarks.scale import exponent
 from benchmarks.sections import INTROS, TITLES
@@ -364,6 +364,7 @@ _TABLES: dict[str, Callable[[Rows], str]] = {
     "story": _story,
     "prefill": _prefill,
     "short": _short,
+    "serving": serving_table.table_of,
     "memory": _memory,
     "append": _append,
     "kvpress": _kvpress,
