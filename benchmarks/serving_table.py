@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+PLAIN = ("one at a time", "full")
 HEAD = ("side", "requests", "side by side", "tokens/s", "x alone", "first token, s", "95%", "per token, ms", "95%")
 
 
@@ -25,3 +27,15 @@ def table_of(rows: list[dict[str, Any]]) -> str:
         mib = own[0]["pool_bytes"] / 2**20
         parts.append(f"Prompts of {context:,} tokens, answers of {tokens}, {mib:.0f} MiB of KV:\n\n" + "\n".join(lines))
     return "\n\n".join(parts)
+
+
+def lowest(field: str, tokens: int, against: str) -> Callable[[list[dict[str, Any]]], tuple[float, str] | None]:
+    """The lowest ratio of a compressed side's field to that of the side `against`, and the method that has it."""
+
+    def find(rows: list[dict[str, Any]]) -> tuple[float, str] | None:
+        own = {row["method"]: row[field] for row in rows if row.get("tokens") == tokens and field in row}
+        base = own.get(against)
+        found = [(value / base, f"lowest: {name}") for name, value in own.items() if name not in PLAIN] if base else []
+        return min(found) if found else None
+
+    return find
