@@ -20,6 +20,7 @@ from foveakv.engines.transformers.cache import CompressedCache
 from foveakv.engines.transformers.calls import Call, SessionState, new_cache
 from foveakv.engines.transformers.joined import JoinedCache
 from foveakv.engines.transformers.joined_forward import run_joined
+from foveakv.engines.transformers.joined_positions import note_places
 from foveakv.engines.transformers.masks import check_prepared
 from foveakv.engines.transformers.preallocated import padding_mask
 from foveakv.engines.transformers.second_pass import FirstPass
@@ -187,12 +188,12 @@ def _begin(attached: Attachment, call: Call, cache: CompressedCache, kwargs: dic
         raise UnsupportedModeError("a compiled step needs position_ids; `generate` passes them, pass yours too")
     if not call.generating:
         attached.set_model_state(cache.model_state)
+    note_places(cache, kwargs)
     ids = _ids(kwargs)
     new, total = ids.shape[1], _total(attached, call)
     _check_mask(cache, kwargs.get("attention_mask"), new, total)
     prompt = None if cache.prefilled else _prompt(model, kwargs)
     mask = kwargs.get("attention_mask") if cache.preallocated is not None else None
-    cache.placed.note(kwargs, cache.seen, new, cache.prompt_columns if cache.prefilled else None)
     known = kwargs.get("input_ids") is not None or kwargs.get("mm_token_type_ids") is not None
     cache.begin_forward(new, prompt, total, model.dtype.itemsize, batch=len(ids), mask=mask, kinds_known=known)
 
