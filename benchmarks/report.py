@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import common, serving_table
+from benchmarks import common
 from benchmarks.aims import AIMS
 from benchmarks.scale import exponent
 from benchmarks.sections import INTROS, TITLES
+from benchmarks.serving_table import table_of as _serving
 
 REASONS = Path(__file__).parent / "reasons.md"
 Content = dict[str, Any]
@@ -364,7 +365,7 @@ _TABLES: dict[str, Callable[[Rows], str]] = {
     "story": _story,
     "prefill": _prefill,
     "short": _short,
-    "serving": serving_table.table_of,
+    "serving": _serving,
     "memory": _memory,
     "append": _append,
     "kvpress": _kvpress,
