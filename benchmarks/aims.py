@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks import serving_table
+
 Row = dict[str, Any]
 Found = tuple[float, str] | None  # the figure and its label; None = not measured
 
@@ -200,6 +202,22 @@ AIMS: list[Aim] = [
         True,
         _field("faster_than_plain", part="drop", context=8192),
     ),
+    *[
+        Aim(
+            f"serving-{name}-{tokens}",
+            "serving",
+            f"{what}, answers of {tokens} tokens, every method at 10%",
+            target,
+            "x",
+            True,
+            serving_table.lowest(field, tokens, against),
+        )
+        for name, what, target, field, against in (
+            ("together", "requests side by side against full caches in the same memory", 5, "side_by_side", "full"),
+            ("speed", "tokens per second against one request at a time", 3, "tokens_per_second", "one at a time"),
+        )
+        for tokens in (96, 256)
+    ],
     Aim(
         "memory-peak",
         "memory",

@@ -11,6 +11,7 @@ from benchmarks import common, vllm_tables
 from benchmarks.aims import AIMS
 from benchmarks.scale import exponent
 from benchmarks.sections import INTROS, TITLES
+from benchmarks.serving_table import table_of as _serving
 
 REASONS = Path(__file__).parent / "reasons.md"
 Content = dict[str, Any]
@@ -364,6 +365,7 @@ _TABLES: dict[str, Callable[[Rows], str]] = {
     "story": _story,
     "prefill": _prefill,
     "short": _short,
+    "serving": _serving,
     "memory": _memory,
     "append": _append,
     "kvpress": _kvpress,

@@ -8,6 +8,7 @@ TITLES = {
     "story": "HAE's story setting",
     "prefill": "Prefill",
     "short": "Short prompts",
+    "serving": "Many requests at once",
     "memory": "Memory",
     "append": "Appending",
     "kvpress": "Comparison with kvpress",
@@ -40,6 +41,14 @@ INTROS = {
     "short": (
         "The embedded model with a prompt of cards. Each cell is a time and, in brackets, its ratio to the plain "
         "model's."
+    ),
+    "serving": (
+        "All clients send one request with the same image prompt at the same moment, to the engine of `foveakv serve`, "
+        "without HTTP. The KV memory is fixed: it holds `pool` requests that are stored whole. `one at a time` stores "
+        "them whole too, and runs one after the other; `full` runs as many as fit, in one batch, and the methods "
+        "likewise. `side by side` is the most answers that were decoded together. `x alone` compares tokens per second "
+        "over the whole run, prompts included, with one at a time. Times are from the moment of sending; the time per "
+        "token includes the pauses in which prompts of others are read."
     ),
     "memory": (
         "Storage bytes of one prompt; unused room, positions, side tensors and digests count as stored. If the "

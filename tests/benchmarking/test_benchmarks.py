@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,8 @@ QUICK = {
     "append": [],
     "scale": ["--method", "full", "--method", "hybridkv"],
 }
+if importlib.util.find_spec("prometheus_client"):  # of the extra `serve`
+    QUICK["serving"] = ["--method", "snapkv"]
 
 
 def run(name: str, out: Path, *options: str) -> dict[str, Any]:

@@ -56,6 +56,21 @@ def test_a_share_is_at_most_its_aim() -> None:
     assert AIM["prefill-8k-h2o"].check(rows) is None
 
 
+def test_many_requests_are_compared_within_one_length_of_answers() -> None:
+    rows = [
+        {"tokens": 96, "method": name, "side_by_side": together, "tokens_per_second": speed}
+        for name, together, speed in (
+            ("one at a time", 1, 10.0),
+            ("full", 2, 15.0),
+            ("hae", 10, 25.0),
+            ("snapkv", 9, 35.0),
+        )
+    ]
+    assert AIM["serving-together-96"].check(rows) == (4.5, "lowest: snapkv", False)
+    assert AIM["serving-speed-96"].check(rows) == (2.5, "lowest: hae", False)
+    assert AIM["serving-speed-256"].check(rows) is None
+
+
 def test_flushes_count_in_the_time_per_token() -> None:
     row = {
         "model": "demo",

@@ -20,7 +20,6 @@ import torch
 from foveakv import methods
 from foveakv.engines.transformers.cache import CompressedCache
 from foveakv.engines.transformers.options import CacheOptions
-from foveakv.serving import transformers_engine
 from foveakv.serving.choice import Choice, Policy
 from foveakv.serving.engine import Delta, Done, Event, Failed, Finished, Generation
 from foveakv.serving.errors import ApiError
@@ -61,9 +60,15 @@ class Collected:
         return [entry["logprob"] for event in self.events if isinstance(event, Delta) for entry in event.logprobs]
 
 
+class Eager(TransformersEngine):
+    """Decode steps run before every layer of a prompt, however short it is."""
+
+    _step_seconds = property(lambda self: -1.0, lambda self, value: None)  # type: ignore[assignment]
+
+
 def engine_of(family: str, dtype: torch.dtype = torch.float64, **options: Any) -> TransformersEngine:
     model = families.build(family, dtype=dtype)
-    return TransformersEngine(model, tiny_folder.tokenizer(), policy=Policy("full"), limits=LIMITS, **options)
+    return Eager(model, tiny_folder.tokenizer(), policy=Policy("full"), limits=LIMITS, stall=-1.0, **options)
 
 
 def generation(family: str, name: Any, seed: int, dtype: torch.dtype = torch.float64, **options: Any) -> Generation:
@@ -76,14 +81,6 @@ def generation(family: str, name: Any, seed: int, dtype: torch.dtype = torch.flo
 GREEDY = Sampling(temperature=0)
 
 
-@pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decode steps run before every layer of a prompt."""
-    monkeypatch.setattr(transformers_engine, "STALL", -1.0)
-    monkeypatch.setattr(TransformersEngine, "_step_seconds", property(lambda self: -1.0, lambda self, value: None),
-                        raising=False)  # fmt: skip
-
-
 def alone(engine: TransformersEngine, one: Generation) -> Collected:
     sink = Collected()
     engine.submit(one, sink)
@@ -92,7 +89,6 @@ def alone(engine: TransformersEngine, one: Generation) -> Collected:
 
 
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "qwen3_vl", "gemma3"])
-@pytest.mark.usefixtures("eager")
 def test_greedy_and_sampled_answers_in_company(family: str) -> None:
     names = [name for name in matrix.METHODS if name != "sparsemm"]
     cases = [
@@ -108,7 +104,7 @@ def test_greedy_and_sampled_answers_in_company(family: str) -> None:
     decode = chunked._decode
 
     def counting() -> None:
-        counted.append(sum(1 for job, _ in chunked._active() if chunked._reading not in (None, job)))
+        counted.append(sum(1 for job, _ in chunked.answering() if chunked._reading not in (None, job)))
         decode()
 
     chunked._decode = counting  # type: ignore[method-assign]
@@ -122,7 +118,6 @@ def test_greedy_and_sampled_answers_in_company(family: str) -> None:
     chunked.close()
 
 
-@pytest.mark.usefixtures("eager")
 def test_log_probabilities_in_single_precision() -> None:
     cases = [
         generation("llava", name, seed, torch.float32, logprobs=0, sampling=GREEDY)

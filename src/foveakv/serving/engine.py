@@ -1,8 +1,7 @@
 """What the HTTP application needs of an engine: submit, cancel, and events.
 
 An engine decides itself when a request runs and how decode steps are scheduled.
-`transformers_engine.TransformersEngine` runs one step of one sequence at a time; an engine that batches steps over
-requests has the same interface.
+`transformers_engine.TransformersEngine` decodes the answers of all running requests in one batch.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ class Limits:
     """What one request, and all of them together, may take.
 
     max_queue: requests that wait, those whose images are being read included; more get status 429.
-    max_running: answers that are decoded in turn; `n` choices count as n.
+    max_running: answers that are decoded together; `n` choices count as n.
     kv_bytes: stored bytes of all caches; None: see `default_kv_bytes`.
     max_body_bytes: size of a request. max_images, max_image_bytes, max_image_pixels: images of a request, and encoded
     bytes and pixels of each; max_total_pixels: pixels of all. max_text_chars: characters of all texts.

@@ -35,9 +35,6 @@ from foveakv.serving.steps import Steps
 from foveakv.serving.text import TokenTexts
 from foveakv.serving.usage import usage_of
 
-STALL = 0.05
-"""Seconds that a prompt is read for between two decode steps; longer where a decode step takes longer."""
-
 log = logging.getLogger("foveakv.serving")
 
 
@@ -49,7 +46,9 @@ class TransformersEngine:
     """Runs requests on one model; see `foveakv.serving.engine.Engine`.
 
     model, processor: from `foveakv.load`. The model must not be used elsewhere while the engine is open. chunk: prompts
-    with more tokens are read in chunks of so many, where the method can and there is memory to hold them whole.
+    with more tokens are read in chunks of so many, where the method can and there is memory to hold them whole. stall:
+    seconds that a prompt is read for between two decode steps of the others; longer where a step takes longer, so that
+    reading gets at least half of the time.
     """
 
     def __init__(
@@ -61,6 +60,7 @@ class TransformersEngine:
         limits: Limits | None = None,
         metrics: Metrics | None = None,
         chunk: int | None = 2048,
+        stall: float = 0.1,
     ) -> None:
         self.model = model
         self.policy = policy or Policy()
@@ -78,6 +78,7 @@ class TransformersEngine:
         self._steps = Steps(model, getattr(model.generation_config, "suppress_tokens", None) or ())
         cache_for(model, self.policy.default().method, options=self.policy.default().options)  # refuses at the start
         self._roster = Roster(self.limits, self.kv_bytes)
+        self._stall = stall
         self._reading: Job | None = None
         self._stepped = 0.0  # time.monotonic() after the latest decode step
         self._step_seconds = 0.0
@@ -115,6 +116,10 @@ class TransformersEngine:
     def status(self) -> Status:
         """See `Engine.status`."""
         return self._roster.status(self._thread.is_alive())
+
+    def answering(self) -> list[tuple[Job, Answer]]:
+        """The answers that are being decoded, of requests whose prompts have been read."""
+        return [(job, answer) for job in self._roster.running() if not job.cancelled for answer in job.active]
 
     def close(self) -> None:
         """See `Engine.close`."""
@@ -225,11 +230,11 @@ class TransformersEngine:
         reading = self._reading
         if self._roster.closed or reading is None or reading.cancelled or reading.deadline < time.monotonic():
             raise _StopReading
-        if time.monotonic() - self._stepped < max(STALL, self._step_seconds):
+        if time.monotonic() - self._stepped < max(self._stall, self._step_seconds):
             return
         self._drop_ended()
         # A cache that is not joined puts its M-RoPE offset on the model, where the outer pass has its own.
-        if not inside or self._steps.joinable([answer.cache for _, answer in self._active() if answer.cache]):
+        if not inside or self._steps.joinable([answer.cache for _, answer in self.answering() if answer.cache]):
             self._decode()
 
     def _check_fits(self, job: Job) -> None:
@@ -246,13 +251,9 @@ class TransformersEngine:
 
     # ---- answers
 
-    def _active(self) -> list[tuple[Job, Answer]]:
-        """The answers that need another token; none of a request whose prompt is being read."""
-        return [(job, answer) for job in self._roster.running() if not job.cancelled for answer in job.active]
-
     def _decode(self) -> None:
         """One decode step of all answers."""
-        active = self._active()
+        active = self.answering()
         if not active:
             return
         began = time.monotonic()

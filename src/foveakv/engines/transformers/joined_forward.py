@@ -22,7 +22,8 @@ def run_joined(original: Original, joined: JoinedCache, kwargs: dict[str, Any]) 
     """
     model: Any = original.model
     attached = original.attachment
-    if joined.owner is None or joined.owner() is not model:
+    owner = None if joined.owner is None else joined.owner()
+    if owner is None or owner is not model:
         raise CacheInUseError("the members of this JoinedCache were made for another model")
     tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
     if tokens is None or tokens.shape[1] != 1:

@@ -56,6 +56,13 @@ class Placed:
                 setattr(self, name, value[index.to(value.device)])
 
 
+def note_places(cache: CompressedCache, arguments: Mapping[str, Any]) -> None:
+    """Before a forward pass of one cache: keep what its arguments say of positions and padding."""
+    tokens = next((arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None), None)
+    if tokens is not None:
+        cache.placed.note(arguments, cache.seen, tokens.shape[1], cache.prompt_columns if cache.prefilled else None)
+
+
 def next_positions(cache: CompressedCache, device: torch.device) -> Tensor:
     """The position of each sequence's next token, int64 [B, 1]; the same on all axes, as text has it.
 
