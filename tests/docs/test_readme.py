@@ -66,7 +66,7 @@ def run(source: str, scope: dict[str, Any]) -> None:
     exec(compile(source, "example", "exec"), scope)
 
 
-EXAMPLES = ["README.md", "docs/index.md", "docs/usage.md", "docs/quantization.md"]
+EXAMPLES = ["README.md", "docs/index.md", "docs/usage.md", "docs/quantization.md", "docs/pool.md"]
 
 
 @pytest.mark.parametrize("page", EXAMPLES)
