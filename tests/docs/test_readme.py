@@ -66,7 +66,8 @@ def run(source: str, scope: dict[str, Any]) -> None:
     exec(compile(source, "example", "exec"), scope)
 
 
-EXAMPLES = ["README.md", "docs/index.md", "docs/usage.md", "docs/quantization.md", "docs/contexts.md", "docs/saving.md"]
+PAGES = ["index", "usage", "quantization", "contexts", "saving", "pool"]
+EXAMPLES = ["README.md", *(f"docs/{page}.md" for page in PAGES)]
 
 
 @pytest.mark.parametrize("page", EXAMPLES)

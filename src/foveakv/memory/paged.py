@@ -44,6 +44,7 @@ class PagedSegments(Segments):
         self.pool = pool
         self._next: Tensor | None = None  # int64 [R] rows of the next slots
         self._ahead = 0  # how many slots of every run can be written at `_next` and after it
+        self._back = 0  # how many slots before `_next` are in the same page, in every run
         super().__init__(batch, heads, keys, values, quantizer, residual_length)
         pool.join(self)
 
@@ -53,7 +54,8 @@ class PagedSegments(Segments):
         forked.__dict__.update(self.__dict__)
         forked.table = self.table.fork()
         forked.table.charge(self.table.charged)
-        self._ahead = forked._ahead = 0
+        self._lose_place()
+        forked._lose_place()
         forked._runs = None
         forked._layout = copy.copy(self._layout)  # its tensors are never changed in place
         forked._quantized = copy.deepcopy(self._quantized, memo)
@@ -142,7 +144,7 @@ class PagedSegments(Segments):
         self.table.charge(rows * row + each)
 
     def _reserve(self, lengths: Tensor, written: Tensor | None = None) -> None:
-        self._ahead = 0
+        self._lose_place()
         run = column = None
         if written is not None and self.table.shared:
             first = written // self.table.size
@@ -169,7 +171,7 @@ class PagedSegments(Segments):
     def _to_write(self, rows: Tensor) -> Tensor:
         run, slot = self._places(rows)
         if self.table.shared:
-            self._ahead = 0
+            self._lose_place()
             self.table.prepare(self._layout.length, run.cpu(), (slot // self.table.size).cpu())
         return self.table.rows(run, slot)
 
@@ -180,6 +182,8 @@ class PagedSegments(Segments):
 
     def _append_rows(self, keys: Tensor, values: Tensor, rows: Tensor | None) -> None:
         q = keys.shape[2]
+        if q == 0:
+            return
         if self._next is None or q > self._ahead:
             rows = self._open(q)
         elif q == 1:
@@ -187,10 +191,14 @@ class PagedSegments(Segments):
         else:
             rows = (self._next[:, None] + torch.arange(q, device=self._device)).view(-1)
         if self._ahead >= q and self._next is not None:
-            self._next, self._ahead = self._next + q, self._ahead - q
+            self._next, self._ahead, self._back = self._next + q, self._ahead - q, self._back + q
         n = rows.shape[0]
-        self._keys.index_copy_(0, rows, keys.reshape(n, -1).to(self._keys.dtype))
-        self._values.index_copy_(0, rows, values.reshape(n, -1).to(self._values.dtype))
+        self._keys.index_copy_(0, rows, keys.reshape(n, keys.shape[-1]).to(self._keys.dtype))
+        self._values.index_copy_(0, rows, values.reshape(n, values.shape[-1]).to(self._values.dtype))
+
+    def _lose_place(self) -> None:
+        """What is known of `_next` no longer holds."""
+        self._ahead = self._back = 0
 
     def _open(self, q: int) -> Tensor:
         """Rows of q new slots, int64 [R * q], where some of them begin a page; `_next` is then where q more are."""
@@ -198,24 +206,36 @@ class PagedSegments(Segments):
         run = torch.arange(layout.length.shape[0], device=self._device)[:, None]
         slot = layout.length_dev[:, None] + torch.arange(q, device=self._device)
         rows = self.table.rows(run.expand_as(slot), slot)
-        self._ahead = q + int((size - 1 - (layout.length + (q - 1)) % size).min())
+        last = (layout.length + (q - 1)) % size  # the place in its page of the last of them
+        self._ahead, self._back = q + int(size - 1 - last.max()), 1 - q + int(last.min())
         self._next = rows[:, -1] + (1 - q)
         return rows.reshape(-1)
 
     def _set_lengths(self, lengths: Tensor) -> None:
         super()._set_lengths(lengths)
-        self._ahead = 0
+        self._lose_place()
 
     def evict(self, slots: Tensor | int, counts: list[int]) -> None:
         """See `Segments.evict`. Each run keeps a free page in reserve, for methods that add and evict in turn."""
+        count, following, ahead, back = max(counts, default=0), self._next, self._ahead, self._back
+        steady = count == min(counts, default=0) and count <= back and not self.table.shared
         super().evict(slots, counts)
-        self._ahead = 0
-        if not self._layout.uniform or self.table.most > 1 + -(-self.max_length // self.table.size):
+        self._lose_place()
+        if steady and following is not None:  # the next slots are in the same pages as before
+            self._next, self._ahead, self._back = following - count, ahead + count, back - count
+        elif not self._layout.uniform or self.table.most > 1 + -(-self.max_length // self.table.size):
             self.table.trim(self._layout.length, spare=1)
 
     def _move_one(self, target: int, source: int) -> None:
-        run = torch.arange(self.table.host.shape[0], device=self._device)
-        self._move_rows(run, torch.full_like(run, target), torch.full_like(run, source))
+        size, pages = self.table.size, self.table.on_device
+        if self.table.shared:
+            run = torch.arange(len(self.table.host))
+            self.table.prepare(self._layout.length, run, torch.full_like(run, target // size))
+            pages = self.table.on_device
+        rows = pages[:, target // size].to(torch.int64).mul_(size).add_(target % size)
+        from_rows = pages[:, source // size].to(torch.int64).mul_(size).add_(source % size)
+        for buffer in (self._keys, self._values):
+            buffer.index_copy_(0, rows, buffer.index_select(0, from_rows))
         super()._move_one(target, source)
 
     def _move(self, target: Tensor, source: Tensor) -> None:
@@ -242,7 +262,7 @@ class PagedSegments(Segments):
             closing.undo()
             raise
         closing.carry_out()
-        self._ahead = 0
+        self._lose_place()
 
     def select_sequences(self, index: Tensor) -> None:
         """Sequence i becomes the former sequence index[i]; pages are shared, not copied."""
@@ -255,4 +275,4 @@ class PagedSegments(Segments):
         self.table.trim(self._layout.length)  # pages in reserve are not shared
         super().select_sequences(index)
         self.table.select(former)
-        self._ahead = 0
+        self._lose_place()

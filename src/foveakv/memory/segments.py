@@ -161,8 +161,8 @@ class Segments(GrowingSlots):
             views[-1].narrow(2, at, q).copy_(values)
         else:
             n = rows.shape[0]
-            self._keys.index_copy_(0, rows, keys.reshape(n, -1).to(self._keys.dtype))
-            self._values.index_copy_(0, rows, values.reshape(n, -1).to(self._values.dtype))
+            self._keys.index_copy_(0, rows, keys.reshape(n, keys.shape[-1]).to(self._keys.dtype))
+            self._values.index_copy_(0, rows, values.reshape(n, values.shape[-1]).to(self._values.dtype))
 
     def _append_fields(self, positions: Tensor, rows: Tensor | None, q: int, marks: Tensor | None) -> None:
         """Positions and side fields of q new slots; marks: int16 [n], the last n slots' entries in the window."""
