@@ -16,7 +16,7 @@ _HOME = {
     "CompressedCache": "foveakv.engines.transformers.cache",
     "Report": "foveakv.engines.transformers.report",
     "Pool": "foveakv.memory.pool",
-    "load_cache": "foveakv.engines.transformers.saving",
+    "load_cache": "foveakv.engines.transformers.loading",
     "stream": "foveakv.streams",
     "FrameStream": "foveakv.streams",
     "StreamReport": "foveakv.streams",
@@ -51,9 +51,9 @@ __all__ = [
 if TYPE_CHECKING:
     from foveakv.engines.transformers.api import cache_for, compress
     from foveakv.engines.transformers.cache import CompressedCache
+    from foveakv.engines.transformers.loading import load_cache
     from foveakv.engines.transformers.options import CacheOptions
     from foveakv.engines.transformers.report import Report
-    from foveakv.engines.transformers.saving import load_cache
     from foveakv.engines.transformers.session import Session
     from foveakv.errors import FoveaKVError
     from foveakv.memory.pool import Pool

@@ -12,6 +12,7 @@ import families
 import matrix
 import numpy as np
 import pytest
+import second_passes
 import tiny_folder
 import torch
 
@@ -59,7 +60,7 @@ def item() -> Item:
 def test_replayed_prefill_equals_a_real_one(family: str, name: str) -> None:
     if family == "llama" and matrix.method(name).visual_only:
         pytest.skip("a text model has no visual tokens")
-    if matrix.in_one_pass(name):
+    if second_passes.in_one_pass(name):
         pytest.skip("its second pass is not recorded, so its prefills are not replayed")
     model = matrix.model(family)
     inputs = families.prompt(family)

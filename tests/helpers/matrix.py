@@ -21,7 +21,6 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 import foveakv
-from foveakv.engines.transformers import compat
 from foveakv.methods.hae_options import of_stages
 
 METHODS = foveakv.methods.available()
@@ -112,19 +111,6 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "return_dict_
 
 def fields(name: str) -> set[str]:
     return {field.name for field in dataclasses.fields(foveakv.methods.find(name))}
-
-
-def in_one_pass(name: str) -> bool:
-    """Whether the method needs the whole prompt in one forward pass."""
-    return method(name).observes.second_pass
-
-
-def refused(family: str, name: str) -> bool:
-    """Whether the family has layers that the method cannot do without: those of a second pass over the prompt."""
-    if not in_one_pass(name):
-        return False
-    decoder = compat.text_config_of(model(family))
-    return any(type(layer) is not compat.DynamicLayer for layer in compat.default_layers(decoder))
 
 
 def settings(name: str) -> dict[str, Any]:

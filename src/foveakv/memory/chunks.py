@@ -125,9 +125,8 @@ class ChunkStore:
         return digests
 
     def loaded(self) -> None:
-        """After a store was made from a saved one, whose chunks are in memory now, wherever they were."""
-        self._staging = None
-        self.place = "host" if self.place == "disk" else self.place
+        """After a store was made from a saved one: its chunks are in memory now."""
+        self._staging, self.place = None, "host" if self.place == "disk" else self.place
 
     # ---- accounting
 

@@ -7,6 +7,7 @@ from typing import Any
 import families
 import matrix
 import pytest
+import second_passes
 import torch
 import witness
 from masked_reference import largest_difference, masked, recorded
@@ -41,7 +42,7 @@ def test_prompts_in_chunks(family: str, name: str) -> None:
     """What is kept is what is kept of the prompt at once, and so are the logits."""
     model, inputs = setting(family)
     whole = matrix.compressed(model, matrix.method(name), inputs)
-    if matrix.in_one_pass(name):
+    if second_passes.in_one_pass(name):
         with pytest.raises(errors.UnsupportedModeError, match="whole prompt in one forward pass"):
             matrix.compressed(model, matrix.method(name), inputs, prefill_chunk_size=16)
         return

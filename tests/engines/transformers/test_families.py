@@ -5,6 +5,7 @@ from __future__ import annotations
 import families
 import matrix
 import pytest
+import second_passes
 import torch
 from masked_reference import largest_difference, recorded
 
@@ -66,7 +67,7 @@ def test_method_on_family(family: str, name: str) -> None:
         with pytest.raises(errors.NoVisualTokensError):
             matrix.compressed(matrix.model(family), evicting, families.batch(family).inputs)
         return
-    if matrix.refused(family, name):
+    if second_passes.refused(family, name):
         with pytest.raises(errors.UnsupportedModelError, match="second pass"):
             matrix.compressed(matrix.model(family), evicting, families.batch(family).inputs)
         return
@@ -112,7 +113,7 @@ def test_options_against_the_reference(family: str, name: str, options: dict[str
 @pytest.mark.parametrize("name", matrix.METHODS)
 def test_a_compressed_row_of_a_batch_equals_the_row_alone(family: str, name: str) -> None:
     """Padding and neighbours have no influence on what a row keeps (budgets are shares of each row's own prompt)."""
-    if matrix.refused(family, name):
+    if second_passes.refused(family, name):
         pytest.skip("refused, see test_method_on_family")
     model = matrix.model(family, torch.float64)
     batch = families.batch(family, dtype=torch.float64)

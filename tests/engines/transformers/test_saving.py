@@ -189,7 +189,8 @@ def test_every_attribute_is_saved_or_named() -> None:
     known = set(vars(cache)) - set(NOT_SAVED)
     assert known == {
         "state", "prompt", "context", "blocks", "block_peak", "turn_start", "first_columns", "first_lengths",
-        "undecided", "_request", "model_state", "placed", "contents", "kinds_known", "peak_nbytes", "prefill_seconds", "steps",
+        "undecided", "_request", "model_state", "placed", "contents", "kinds_known", "peak_nbytes",
+        "prefill_seconds", "steps",
     }  # fmt: skip
 
 

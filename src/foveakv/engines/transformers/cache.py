@@ -19,7 +19,7 @@ from torch import Tensor
 from foveakv import kernels
 from foveakv.core.budget import Geometry
 from foveakv.core.prompt import PromptMap
-from foveakv.engines.transformers import compat, contexts, forks
+from foveakv.engines.transformers import compat, contexts, forks, saving
 from foveakv.engines.transformers.blocks import Block, BlockReport, Reads
 from foveakv.engines.transformers.contents import Contents
 from foveakv.engines.transformers.decision_checks import check_stream_layer, decisions_of_layers
@@ -143,9 +143,7 @@ class CompressedCache(compat.Cache):
             CacheInUseError: the prompt is not complete, a pass failed, or the model does not exist any more.
             StoreError: the file cannot be written, or a method's state or option cannot be.
         """
-        from foveakv.engines.transformers.saving import save
-
-        save(self, path)
+        saving.save(self, path)
 
     @property
     def token_ids(self) -> Tensor:

@@ -6,16 +6,13 @@ In a joined decode step every row has a length of its own, so the model cannot d
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function
 
 from foveakv.engines.transformers.masks import LazyMask
-
-if TYPE_CHECKING:
-    from foveakv.engines.transformers.cache import CompressedCache
 
 
 class Placed:
@@ -56,14 +53,14 @@ class Placed:
                 setattr(self, name, value[index.to(value.device)])
 
 
-def note_places(cache: CompressedCache, arguments: Mapping[str, Any]) -> None:
+def note_places(cache: Any, arguments: Mapping[str, Any]) -> None:
     """Before a forward pass of one cache: keep what its arguments say of positions and padding."""
     tokens = next((arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None), None)
     if tokens is not None:
         cache.placed.note(arguments, cache.seen, tokens.shape[1], cache.prompt_columns if cache.prefilled else None)
 
 
-def next_positions(cache: CompressedCache, device: torch.device) -> Tensor:
+def next_positions(cache: Any, device: torch.device) -> Tensor:
     """The position of each sequence's next token, int64 [B, 1]; the same on all axes, as text has it.
 
     Position ids that were passed are continued. Otherwise, as the models do: an M-RoPE offset is added to the number of
@@ -85,7 +82,7 @@ def next_positions(cache: CompressedCache, device: torch.device) -> Tensor:
     return real[:, None] + delta.to(device).reshape(-1, 1).repeat_interleave(batch // delta.numel(), 0)
 
 
-def padding_of(cache: CompressedCache) -> LazyMask | None:
+def padding_of(cache: Any) -> LazyMask | None:
     """The mask of one new token in each sequence where a token stored after the prompt is padding, else None."""
     padding = cache.placed.padding
     if padding is None:

@@ -104,7 +104,7 @@ class FoveaKVConnector(KVConnectorBase_V1):
         return FreedMetadata(freed) if freed else None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Fail the refused requests. vLLM ignores failures of transfers that are not finished, and frees blocks then."""
+        """Fail the refused requests. vLLM ignores failures of transfers that are not finished."""
         results = super().get_transfer_results(finished_req_ids)
         results.failed_recving.update(self._failing)
         results.finished_recving.update(self._failing)
