@@ -124,10 +124,6 @@ class ChunkStore:
         self._keys, self._values = parts
         return digests
 
-    def loaded(self) -> None:
-        """After a store was made from a saved one: its chunks are in memory now."""
-        self._staging, self.place = None, "host" if self.place == "disk" else self.place
-
     # ---- accounting
 
     @property

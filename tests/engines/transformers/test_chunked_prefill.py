@@ -22,14 +22,7 @@ WHOLE = [name for name in WHOLE if not second_passes.in_one_pass(name)]
 
 
 @pytest.mark.parametrize("chunk", [7, 16, 1000])
-@pytest.mark.parametrize(
-    "name",
-    [
-        name
-        for name in matrix.METHODS
-        if name not in ("random", "fastv", "mustdrop") and not second_passes.in_one_pass(name)
-    ],
-)
+@pytest.mark.parametrize("name", WHOLE)
 def test_chunked_prefill(name: str, chunk: int) -> None:
     model, inputs = matrix.model("llama", torch.float64), inputs_of("llama")
     whole = matrix.compressed(model, matrix.method(name), inputs)

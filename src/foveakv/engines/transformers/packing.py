@@ -109,7 +109,7 @@ class Unpacker:
             for key, value in values.items():
                 object.__setattr__(made, key, value)
         if isinstance(made, ChunkStore):
-            made.loaded()
+            made._staging, made.place = None, "host" if made.place == "disk" else made.place  # it is in memory now
         return made
 
 
