@@ -76,7 +76,7 @@ INTROS = {
     "vllm_accuracy": (
         "The same items in vLLM and in the transformers engine, both in float32 with transformers' code of the model. "
         "`same tokens kept` and `same answers` are shares of items for which the lists of stored tokens, and of "
-        "answered tokens, are equal. `stored` is the share of the prompt's tokens in vLLM. Scores of ten items per "
+        "answered tokens, are equal. `stored` is the share of the prompt's tokens in vLLM. Scores of few items per "
         "task compare engines, not methods; for those see [accuracy](evidence.md)."
     ),
 }
