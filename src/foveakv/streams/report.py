@@ -12,9 +12,10 @@ class StreamReport:
 
     bytes: what is stored on the compute device now. highest_bytes: the most that was stored, a block that was being
     read included. host_bytes: offloaded chunks (HybridKV). frames: frames read. kept_frames: numbers, from 0, of the
-    frames of which some head of some layer still stores a token on the device; offloaded chunks do not count. tokens: tokens read, text included. blocks: blocks read. slots: (KV head, token) pairs that
-    are stored, over all layers. highest_position, positions: the highest position so far, and the number of positions
-    that the model was made for (0: unknown).
+    frames of which some head of some layer still stores a token on the device; offloaded chunks do not count. tokens:
+    tokens read, text included. blocks: blocks read. slots: (KV head, token) pairs that are stored, over all layers.
+    highest_position, positions: the highest position so far, and the number of positions that the model was made for
+    (0: unknown).
     """
 
     bytes: int
