@@ -22,11 +22,11 @@ FAMILIES = ["qwen2_5_vl", "qwen3_vl", "glm4v", "llava", "gemma3", "internvl", "l
 METHODS = ["infinipotv", "newest_frames", "uniform_frames", "streaming", "snapkv"]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, "hybridkv"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equal_to_a_masked_full_cache(family: str, name: str) -> None:
     """Every pass over blocks, a question that stays, its answer, and more blocks."""
-    made = streamed.opened(family, name, 40, trace=True)
+    made = streamed.opened(family, matrix.method(name, budget=40), trace=True)
 
     def use(opened: Any) -> None:
         for number in range(3):
@@ -36,10 +36,12 @@ def test_equal_to_a_masked_full_cache(family: str, name: str) -> None:
         opened.ask("and now?", keep=True, max_new_tokens=3)
 
     streamed.check_against_reference(made, use)
+    assert (made.report.host_bytes > 0) == (name == "hybridkv")
     if name != "streaming":
         assert made.report.slots < made.report.tokens * 2 * len(made.cache.compressed)  # type: ignore[union-attr]
 
 
+@pytest.mark.filterwarnings("ignore:the context grows")
 @pytest.mark.parametrize("name", METHODS)
 def test_fixed_memory(name: str) -> None:
     """What is stored, and the most that was, after ten blocks and after three hundred."""

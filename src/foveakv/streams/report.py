@@ -11,14 +11,16 @@ class StreamReport:
     """Report on a stream.
 
     bytes: what is stored on the compute device now. highest_bytes: the most that was stored, a block that was being
-    read included. frames: frames read. kept_frames: numbers, from 0, of the frames of which some head of some layer
-    still stores a token. tokens: tokens read, text included. blocks: blocks read. slots: (KV head, token) pairs that
-    are stored, over all layers. highest_position, positions: the highest position so far, and the number of positions
-    that the model was made for (0: unknown).
+    read included. host_bytes: offloaded chunks (HybridKV). frames: frames read. kept_frames: numbers, from 0, of the
+    frames of which some head of some layer still stores a token on the device; offloaded chunks do not count. tokens:
+    tokens read, text included. blocks: blocks read. slots: (KV head, token) pairs that are stored, over all layers.
+    highest_position, positions: the highest position so far, and the number of positions that the model was made for
+    (0: unknown).
     """
 
     bytes: int
     highest_bytes: int
+    host_bytes: int
     frames: int
     kept_frames: tuple[int, ...]
     tokens: int
@@ -34,7 +36,9 @@ class StreamReport:
     def __str__(self) -> str:
         shown = f"{len(self.kept_frames):,} of {self.frames:,} frames have a token left"
         return (
-            f"{self.bytes:,} bytes now, {self.highest_bytes:,} at most; {shown}; {self.slots:,} slots of "
+            f"{self.bytes:,} bytes now, {self.highest_bytes:,} at most"
+            + (f", {self.host_bytes:,} on the host" if self.host_bytes else "")
+            + f"; {shown}; {self.slots:,} slots of "
             f"{self.tokens:,} tokens in {self.blocks:,} blocks; position {self.highest_position:,}"
             + (f" of {self.positions:,}" if self.positions else "")
         )

@@ -257,7 +257,7 @@ class FrameStream:
         cache = self.cache
         limit = positions_of(compat.text_config_of(self.model))
         if cache is None:
-            return StreamReport(0, 0, 0, (), 0, 0, 0, -1, limit)
+            return StreamReport(0, 0, 0, 0, (), 0, 0, 0, -1, limit)
         cache.note_peak()
         held = torch.zeros(cache.seen + 1, dtype=torch.long)
         for layer in cache.compressed:
@@ -265,8 +265,9 @@ class FrameStream:
         before = torch.nn.functional.pad(held[:-1].cumsum(0), (1, 0)).tolist()
         kept = tuple(i for i, (first, last) in enumerate(self._units) if before[last + 1] > before[first])
         slots = sum(layer.stored_slots for layer in cache.compressed)
+        host = sum(layer.host_nbytes for layer in cache.compressed)
         return StreamReport(
-            cache.stored_nbytes, cache.peak_nbytes, len(self._units), kept, cache.seen, self._blocks, slots,
+            cache.stored_nbytes, cache.peak_nbytes, host, len(self._units), kept, cache.seen, self._blocks, slots,
             self._positions.highest, limit,
         )  # fmt: skip
 
