@@ -76,7 +76,7 @@ def serve(
         str | None, typer.Option(help="Bytes for all caches, such as 4GiB; default: half of the free memory.")
     ] = None,
     max_queue: Annotated[int, typer.Option(min=1, help="Requests that may wait; more get status 429.")] = 32,
-    max_running: Annotated[int, typer.Option(min=1, help="Answers that are decoded together.")] = 8,
+    max_running: Annotated[int, typer.Option(min=1, help="Answers that are decoded together.")] = 32,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1, help="Longest answer.")] = 1024,
     max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Longest prompt; default: the model's.")] = None,
     max_choices: Annotated[int, typer.Option(min=1, help="Largest `n`.")] = 4,

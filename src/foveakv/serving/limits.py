@@ -27,7 +27,7 @@ class Limits:
     """
 
     max_queue: int = 32
-    max_running: int = 8
+    max_running: int = 32
     kv_bytes: int | None = None
     max_body_bytes: int = 32 * MIB
     max_images: int = 16
