@@ -12,28 +12,31 @@ import typer
 from rich.console import Console
 
 from benchmarks import common
+from benchmarks.engine_commands import serving, vllm, vllm_accuracy
 from benchmarks.measure import measure
 from benchmarks.methods import ALL, CORE
+from benchmarks.options import (
+    Backend,
+    Budgets,
+    Contexts,
+    DigestDtype,
+    Dtype,
+    Geometry,
+    Label,
+    Methods,
+    Out,
+    Quick,
+    Repeats,
+    Resume,
+    Seed,
+)
 
 app = typer.Typer(help=__doc__, no_args_is_help=True)
 run = typer.Typer(help="Run one benchmark and write its JSON, row by row.", no_args_is_help=True)
 app.add_typer(run, name="run")
-
-Contexts = Annotated[list[int] | None, typer.Option("--context", help="Prompt tokens; repeat for several.")]
-Budgets = Annotated[list[float] | None, typer.Option("--budget", help="Share of the prompt; repeat for several.")]
-Methods = Annotated[list[str] | None, typer.Option("--method", help="Repeat for several; default: the main ones.")]
-Geometry = Annotated[str, typer.Option(help="qwen2.5-vl-7b, qwen2.5-vl-3b, llava-1.5 or demo.")]
-Dtype = Annotated[str, typer.Option(help="fp32 or bf16.")]
-Backend = Annotated[str, typer.Option(help="Decode kernel, see foveakv.kernels.BACKENDS.")]
-DigestDtype = Annotated[str | None, typer.Option(help="hybridkv's option of that name.")]
-Repeats = Annotated[int | None, typer.Option(help="Rounds in which every side runs once.")]
-Seed = Annotated[int, typer.Option()]
-Label = Annotated[str, typer.Option(help="Result file NAME-LABEL.json, for a second run with other settings.")]
-Out = Annotated[Path, typer.Option(help="Folder of the result file.")]
-Quick = Annotated[bool, typer.Option("--quick", help="Tiny sizes, takes seconds; not a measurement.")]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Keep the rows of the result file and measure the missing ones.")
-]
+run.command()(serving)
+run.command()(vllm)
+run.command("vllm_accuracy")(vllm_accuracy)
 
 
 @run.command("decode_attention")
@@ -197,38 +200,6 @@ def short(
 
 
 @run.command()
-def serving(
-    context: Annotated[int | None, typer.Option(help="Prompt tokens, about.")] = None,
-    budget: Annotated[float, typer.Option(help="Share of the prompt.")] = 0.1,
-    method: Methods = None,
-    tokens: Annotated[list[int] | None, typer.Option(help="New tokens of an answer; repeat for several.")] = None,
-    clients: Annotated[int | None, typer.Option(help="Requests that come at once.")] = None,
-    pool: Annotated[int, typer.Option(help="KV memory, in requests that are stored whole.")] = 2,
-    stall: Annotated[float, typer.Option(help="Seconds that a prompt is read for between two decode steps.")] = 0.1,
-    dtype: Dtype = "fp32",
-    seed: Seed = common.SEED,
-    label: Label = "",
-    out: Out = common.RESULTS,
-    quick: Quick = False,
-    resume: Resume = False,
-) -> None:
-    """Many requests at once in a fixed KV memory: one at a time, stored whole, and compressed."""
-    settings = {
-        "model": "tiny" if quick else "demo",
-        "context": context or (160 if quick else 1024),
-        "budget": budget,
-        "methods": method or ["hae", "hybridkv", "snapkv"],
-        "tokens": tokens or ([4] if quick else [96, 256]),
-        "clients": clients or (4 if quick else 16),
-        "pool": pool,
-        "stall": stall,
-        "dtype": dtype,
-        "seed": seed,
-    }
-    _measure("serving", settings, out=out, label=label, quick=quick, resume=resume)
-
-
-@run.command()
 def memory(
     geometry: Geometry = "qwen2.5-vl-7b",
     context: Contexts = None,
@@ -340,56 +311,6 @@ def scale(
         "seed": seed,
     }
     measure("scale", settings, out=out, label=label, quick=quick, resume=resume)
-
-
-@run.command()
-def vllm(
-    share: Annotated[float, typer.Option(help="Visual tokens to keep.")] = 0.25,
-    blocks: Annotated[int, typer.Option(help="Blocks of 32 tokens in the pool.")] = 40,
-    requests: Annotated[int | None, typer.Option(help="Requests that are sent at once.")] = None,
-    tokens: Annotated[int | None, typer.Option(help="New tokens of each.")] = None,
-    task: Annotated[str, typer.Option(help="Task of the evaluation whose prompts are used.")] = "cards-4",
-    threads: Annotated[int, typer.Option(help="Threads of each engine.")] = 1,
-    repeats: Repeats = None,
-    label: Label = "",
-    out: Out = common.RESULTS,
-    quick: Quick = False,
-    resume: Resume = False,
-) -> None:
-    """The embedded model in vLLM under load, with and without the plugin, and the time of scoring."""
-    settings = {
-        "share": share,
-        "blocks": blocks,
-        "requests": requests or (2 if quick else 10),
-        "tokens": tokens or (4 if quick else 32),
-        "task": task,
-        "scored": "cards-4" if quick else "cards-16",
-        "threads": threads,
-        "repeats": repeats or (1 if quick else 3),
-        "prompts": 1 if quick else 5,
-    }
-    measure("vllm", settings, out=out, label=label, quick=quick, resume=resume)
-
-
-@run.command("vllm_accuracy")
-def vllm_accuracy(
-    task: Annotated[list[str] | None, typer.Option(help="Tasks of the evaluation; repeat for several.")] = None,
-    share: Annotated[list[float] | None, typer.Option(help="Visual tokens to keep; repeat for several.")] = None,
-    items: Annotated[int | None, typer.Option(help="Items of each task.")] = None,
-    threads: Annotated[int, typer.Option(help="Threads of each engine.")] = 1,
-    label: Label = "",
-    out: Out = common.RESULTS,
-    quick: Quick = False,
-    resume: Resume = False,
-) -> None:
-    """The evaluation's tasks through vLLM and through transformers: scores, kept tokens, answers."""
-    settings = {
-        "tasks": task or (["cards-1"] if quick else ["cards-4", "chart", "photos", "row", "reading"]),
-        "shares": share or ([0.2] if quick else [0.1, 0.2, 0.4]),
-        "items": items or (1 if quick else 10),
-        "threads": threads,
-    }
-    measure("vllm_accuracy", settings, out=out, label=label, quick=quick, resume=resume)
 
 
 @app.command()
