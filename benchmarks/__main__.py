@@ -15,10 +15,12 @@ from rich.table import Table
 
 from benchmarks import common
 from benchmarks.methods import ALL, CORE
+from benchmarks.serving_command import serving
 
 app = typer.Typer(help=__doc__, no_args_is_help=True)
 run = typer.Typer(help="Run one benchmark and write its JSON, row by row.", no_args_is_help=True)
 app.add_typer(run, name="run")
+run.command()(serving)
 
 Contexts = Annotated[list[int] | None, typer.Option("--context", help="Prompt tokens; repeat for several.")]
 Budgets = Annotated[list[float] | None, typer.Option("--budget", help="Share of the prompt; repeat for several.")]
@@ -207,38 +209,6 @@ def short(
         "seed": seed,
     }
     _measure("short", settings, out=out, label=label, quick=quick, resume=resume)
-
-
-@run.command()
-def serving(
-    context: Annotated[int | None, typer.Option(help="Prompt tokens, about.")] = None,
-    budget: Annotated[float, typer.Option(help="Share of the prompt.")] = 0.1,
-    method: Methods = None,
-    tokens: Annotated[list[int] | None, typer.Option(help="New tokens of an answer; repeat for several.")] = None,
-    clients: Annotated[int | None, typer.Option(help="Requests that come at once.")] = None,
-    pool: Annotated[int, typer.Option(help="KV memory, in requests that are stored whole.")] = 2,
-    stall: Annotated[float, typer.Option(help="Seconds that a prompt is read for between two decode steps.")] = 0.1,
-    dtype: Dtype = "fp32",
-    seed: Seed = common.SEED,
-    label: Label = "",
-    out: Out = common.RESULTS,
-    quick: Quick = False,
-    resume: Resume = False,
-) -> None:
-    """Many requests at once in a fixed KV memory: one at a time, stored whole, and compressed."""
-    settings = {
-        "model": "tiny" if quick else "demo",
-        "context": context or (160 if quick else 1024),
-        "budget": budget,
-        "methods": method or ["hae", "hybridkv", "snapkv"],
-        "tokens": tokens or ([4] if quick else [96, 256]),
-        "clients": clients or (4 if quick else 16),
-        "pool": pool,
-        "stall": stall,
-        "dtype": dtype,
-        "seed": seed,
-    }
-    _measure("serving", settings, out=out, label=label, quick=quick, resume=resume)
 
 
 @run.command()
