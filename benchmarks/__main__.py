@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from benchmarks import common
-from benchmarks.engine_commands import serving, vllm, vllm_accuracy
+from benchmarks.engine_commands import vllm, vllm_accuracy
 from benchmarks.measure import measure
 from benchmarks.methods import ALL, CORE
 from benchmarks.options import (
@@ -30,6 +30,7 @@ from benchmarks.options import (
     Resume,
     Seed,
 )
+from benchmarks.serving_command import serving
 
 app = typer.Typer(help=__doc__, no_args_is_help=True)
 run = typer.Typer(help="Run one benchmark and write its JSON, row by row.", no_args_is_help=True)

@@ -1,4 +1,4 @@
-"""Commands of the benchmarks of whole engines: the server and vLLM."""
+"""Commands of the benchmarks of whole engines: vLLM."""
 
 from __future__ import annotations
 
@@ -8,38 +8,7 @@ import typer
 
 from benchmarks import common
 from benchmarks.measure import measure
-from benchmarks.options import Dtype, Label, Methods, Out, Quick, Repeats, Resume, Seed
-
-
-def serving(
-    context: Annotated[int | None, typer.Option(help="Prompt tokens, about.")] = None,
-    budget: Annotated[float, typer.Option(help="Share of the prompt.")] = 0.1,
-    method: Methods = None,
-    tokens: Annotated[list[int] | None, typer.Option(help="New tokens of an answer; repeat for several.")] = None,
-    clients: Annotated[int | None, typer.Option(help="Requests that come at once.")] = None,
-    pool: Annotated[int, typer.Option(help="KV memory, in requests that are stored whole.")] = 2,
-    stall: Annotated[float, typer.Option(help="Seconds that a prompt is read for between two decode steps.")] = 0.1,
-    dtype: Dtype = "fp32",
-    seed: Seed = common.SEED,
-    label: Label = "",
-    out: Out = common.RESULTS,
-    quick: Quick = False,
-    resume: Resume = False,
-) -> None:
-    """Many requests at once in a fixed KV memory: one at a time, stored whole, and compressed."""
-    settings = {
-        "model": "tiny" if quick else "demo",
-        "context": context or (160 if quick else 1024),
-        "budget": budget,
-        "methods": method or ["hae", "hybridkv", "snapkv"],
-        "tokens": tokens or ([4] if quick else [96, 256]),
-        "clients": clients or (4 if quick else 16),
-        "pool": pool,
-        "stall": stall,
-        "dtype": dtype,
-        "seed": seed,
-    }
-    measure("serving", settings, out=out, label=label, quick=quick, resume=resume)
+from benchmarks.options import Label, Out, Quick, Repeats, Resume
 
 
 def vllm(

@@ -58,12 +58,24 @@ VLLM_RUNS = (
     Mode("abort", VLLM + "test_scheduling.py::test_random_requests_with_aborts_leave_an_empty_pool"),
     Mode("n > 1, sampling, log-probabilities", VLLM + "test_scheduling.py::test_several_answers_and_refused_requests"),
     Mode("OpenAI server, streaming, stop strings", VLLM + "test_server.py::test_answers_and_streams"),
+    Mode("eviction while decoding", VLLM + "test_decoding.py::test_equal_to_the_transformers_engine"),
+    Mode("beam search (beams attend to the whole prompt)",
+         VLLM + "test_modes.py::test_beams_are_those_of_the_whole_prompt"),
+    Mode("structured output", VLLM + "test_modes.py::test_structured_output"),
+    Mode("AsyncLLM", VLLM + "test_modes_engines.py::test_the_asynchronous_engine_streams_and_aborts"),
+    Mode("compiled models", VLLM + "test_modes_engines.py::test_compiled"),
+    Mode("bfloat16", VLLM + "test_modes_engines.py::test_bfloat16"),
+    Mode("embeddings of images", VLLM + "test_modes_engines.py::test_embeddings_of_images"),
     Mode("clients that disconnect", VLLM + "test_server.py::test_clients_that_go"),
 )  # fmt: skip
 """Modes of vLLM that nothing refuses."""
 VLLM_ASKED: dict[Mode, dict[str, Any]] = {
-    Mode("prefix caching", ""): {"cache_config__enable_prefix_caching": True},
-    Mode("tensor parallelism", ""): {"parallel_config__tensor_parallel_size": 2},
+    Mode("prefix caching", VLLM + "test_prefix_caching.py::test_compressed_prompts_are_never_found"): {
+        "cache_config__enable_prefix_caching": True
+    },
+    Mode("tensor parallelism", VLLM + "test_tensor_parallel.py::test_two_ranks_equal_one"): {
+        "parallel_config__tensor_parallel_size": 2
+    },
     Mode("pipeline parallelism", ""): {"parallel_config__pipeline_parallel_size": 2},
     Mode("data parallelism in one engine", ""): {"parallel_config__data_parallel_size": 2},
     Mode("context parallelism", ""): {"parallel_config__decode_context_parallel_size": 2},

@@ -19,9 +19,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-import foveakv
 from foveakv.core.prompt import PAD, TEXT, PromptMap
 from foveakv.engines.transformers import compat
+from foveakv.engines.transformers.api import compress
 from foveakv.engines.transformers.cache import CompressedCache
 from foveakv.methods import Method
 from foveakv.methods.full import Full
@@ -69,7 +69,7 @@ class PromptReader:
             return self._pass(dict(inputs), cache, pause)
         start = 0
         # Any method: the session only says when the prompt is complete.
-        with foveakv.compress(self.model, Full()) as session, session.chunked_prefill(ends[-1]):
+        with compress(self.model, Full()) as session, session.chunked_prefill(ends[-1]):
             for end in ends:
                 if start:
                     pause(False)

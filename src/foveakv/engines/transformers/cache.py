@@ -24,9 +24,9 @@ from foveakv.engines.transformers.blocks import Block, BlockReport, Reads
 from foveakv.engines.transformers.contents import Contents
 from foveakv.engines.transformers.decision_checks import check_stream_layer, decisions_of_layers
 from foveakv.engines.transformers.decisions import Storage
-from foveakv.engines.transformers.joined_positions import Placed
 from foveakv.engines.transformers.layer import CompressedLayer
 from foveakv.engines.transformers.options import CacheOptions
+from foveakv.engines.transformers.placed import Placed
 from foveakv.engines.transformers.preallocated import PreallocatedLayer, StepState, preallocate
 from foveakv.engines.transformers.sizes import head_dim, layer_nbytes, positions_of, warn_beyond_positions
 from foveakv.engines.transformers.stream import Stream

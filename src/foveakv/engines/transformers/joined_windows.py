@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-if TYPE_CHECKING:
-    from foveakv.engines.transformers.cache import CompressedCache
+from foveakv.engines.transformers.cache import CompressedCache
 
 
 def attend_window(
