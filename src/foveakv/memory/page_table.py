@@ -51,6 +51,14 @@ class PageTable:
         self.most = int(count.max())
         self.total = int(count.sum())
         self.on_device = host.to(self.device, non_blocking=True)
+        self._first: Tensor | None = None
+
+    @property
+    def first_rows(self) -> Tensor:
+        """The first row of every page, int64 [R, K] on the device; negative beyond a run's pages."""
+        if self._first is None:
+            self._first = self.on_device.to(torch.int64).mul_(self.size)
+        return self._first
 
     def _pages(self) -> Tensor:
         return self.host[self.host >= 0].to(torch.int64)
@@ -161,8 +169,8 @@ class PageTable:
 
     def rows(self, run: Tensor, slot: Tensor) -> Tensor:
         """Rows of keys and values, int64 [n], of slots [n] of runs [n]."""
-        page = self.on_device[run, slot // self.size].to(torch.int64)
-        return page * self.size + slot % self.size
+        first, bits = self.first_rows, self.size.bit_length() - 1  # a power of two: shifts are faster than divisions
+        return first.view(-1).index_select(0, (slot >> bits).add_(run, alpha=first.shape[1])).add_(slot & self.size - 1)
 
     def close_up(self, run: Tensor, slot: Tensor, lengths: Tensor) -> _Closing:
         """What to do so that slots (run [n], slot [n]), in order of runs and slots, become runs of lengths [R].

@@ -192,9 +192,10 @@ class PagedSegments(Segments):
             rows = (self._next[:, None] + torch.arange(q, device=self._device)).view(-1)
         if self._ahead >= q and self._next is not None:
             self._next, self._ahead, self._back = self._next + q, self._ahead - q, self._back + q
-        n = rows.shape[0]
-        self._keys.index_copy_(0, rows, keys.reshape(n, keys.shape[-1]).to(self._keys.dtype))
-        self._values.index_copy_(0, rows, values.reshape(n, values.shape[-1]).to(self._values.dtype))
+        space = self.table.space
+        for buffer, new in ((space.keys, keys), (space.values, values)):
+            flat = new.reshape(-1, new.shape[-1])
+            buffer.index_copy_(0, rows, flat if flat.dtype == buffer.dtype else flat.to(buffer.dtype))
 
     def _lose_place(self) -> None:
         """What is known of `_next` no longer holds."""
@@ -205,7 +206,7 @@ class PagedSegments(Segments):
         layout, size = self._layout, self.table.size
         run = torch.arange(layout.length.shape[0], device=self._device)[:, None]
         slot = layout.length_dev[:, None] + torch.arange(q, device=self._device)
-        rows = self.table.rows(run.expand_as(slot), slot)
+        rows = self.table.rows(run.expand_as(slot).reshape(-1), slot.view(-1)).view(-1, q)
         last = (layout.length + (q - 1)) % size  # the place in its page of the last of them
         self._ahead, self._back = q + int(size - 1 - last.max()), 1 - q + int(last.min())
         self._next = rows[:, -1] + (1 - q)
@@ -227,14 +228,13 @@ class PagedSegments(Segments):
             self.table.trim(self._layout.length, spare=1)
 
     def _move_one(self, target: int, source: int) -> None:
-        size, pages = self.table.size, self.table.on_device
-        if self.table.shared:
-            run = torch.arange(len(self.table.host))
-            self.table.prepare(self._layout.length, run, torch.full_like(run, target // size))
-            pages = self.table.on_device
-        rows = pages[:, target // size].to(torch.int64).mul_(size).add_(target % size)
-        from_rows = pages[:, source // size].to(torch.int64).mul_(size).add_(source % size)
-        for buffer in (self._keys, self._values):
+        table, size = self.table, self.table.size
+        if table.shared:
+            run = torch.arange(len(table.host))
+            table.prepare(self._layout.length, run, torch.full_like(run, target // size))
+        first = table.first_rows
+        rows, from_rows = first[:, target // size] + target % size, first[:, source // size] + source % size
+        for buffer in (table.space.keys, table.space.values):
             buffer.index_copy_(0, rows, buffer.index_select(0, from_rows))
         super()._move_one(target, source)
 
