@@ -12,7 +12,7 @@ from torch import Tensor
 
 from foveakv import errors, methods
 from foveakv.core.budget import Geometry
-from foveakv.core.frames import frames_of
+from foveakv.core.frames import frame_sizes, frames_of
 from foveakv.core.prompt import IMAGE, PAD, TEXT, VIDEO, PromptMap
 from foveakv.methods import PrefillView, PromptView
 
@@ -57,6 +57,11 @@ def test_frames_are_images_and_runs_of_video() -> None:
     frame, place = frames_of(prompt, 2)
     assert frame.tolist() == [[-1, -1, 0, 0, -1, 1, 1, 2, 2, -1, 3]]
     assert place.tolist() == [[-1, -1, 0, 1, -1, 0, 1, 0, 1, -1, 0]]
+
+
+def test_sizes_of_frames() -> None:
+    prompt = PromptMap(torch.tensor([[TEXT, IMAGE, IMAGE, TEXT, IMAGE], [PAD, PAD, IMAGE, IMAGE, IMAGE]]))
+    assert frame_sizes(*frames_of(prompt)).tolist() == [[0, 2, 2, 0, 1], [0, 0, 3, 3, 3]]
 
 
 def test_the_pieces_of_an_image_are_one_frame() -> None:

@@ -31,6 +31,17 @@ def frames_of(prompt: PromptMap, frame_tokens: int | None = None) -> tuple[Tenso
     return frame.masked_fill(place < 0, -1), place
 
 
+def frame_sizes(frame: Tensor, place: Tensor) -> Tensor:
+    """Return for every visual column the number of tokens of its frame, 0 elsewhere: int64 [B, C].
+
+    frame, place: of all columns, from `frames_of`.
+    """
+    count = int(frame.max()) + 2 if frame.numel() else 1
+    sizes = frame.new_zeros(frame.shape[0], count)
+    sizes.scatter_reduce_(1, frame + 1, place + 1, "amax")
+    return sizes.gather(1, frame + 1)
+
+
 def keep_text(
     candidates: Tensor, prompt: PromptMap, context: PromptMap, positions: Tensor, sizes: Tensor, share: float
 ) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from foveakv.core.budget import parse_budget
-from foveakv.core.frames import frames_of, keep_text
+from foveakv.core.frames import frame_sizes, frames_of, keep_text
 from foveakv.methods.base import Method
 from foveakv.methods.checks import share, whole_number
 from foveakv.methods.views import PrefillView
@@ -43,12 +43,12 @@ def check_frame_tokens(name: str, frame_tokens: int | None) -> None:
         whole_number(name, "frame_tokens", frame_tokens, 1, "tokens of a frame of a video; or None")
 
 
-def frames(view: PrefillView, frame_tokens: int | None) -> tuple[Tensor, Tensor]:
-    """Return the frame of every column, counted over the whole context, and its place in it: int64 [B, C] each.
+def frames(view: PrefillView, frame_tokens: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the frame of every column, counted over the whole context, its place in it, and the frame's size.
 
-    -1 at columns that are not visual. frame_tokens: see `foveakv.core.frames.frames_of`.
+    int64 [B, C] each; -1, -1 and 0 at columns that are not visual. frame_tokens: see `foveakv.core.frames.frames_of`.
     """
-    found = frames_of(view.request.prompt, frame_tokens)
-    frame, place = (each.gather(1, view.positions) for each in found)
+    frame, place = frames_of(view.request.prompt, frame_tokens)
+    found = [each.gather(1, view.positions) for each in (frame, place, frame_sizes(frame, place))]
     other = ~view.prompt.visual
-    return frame.masked_fill(other, -1), place.masked_fill(other, -1)
+    return found[0].masked_fill(other, -1), found[1].masked_fill(other, -1), found[2].masked_fill(other, 0)

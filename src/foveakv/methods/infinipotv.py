@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -67,26 +66,26 @@ class InfiniPotV(FrameMethod):
         text, room = self.text_and_room(view)
         heads = view.keys.shape[1]
         visual = (view.candidates & view.prompt.visual[:, None]).expand(-1, heads, -1)
-        frame, place = frames(view, self.frame_tokens)
+        frame, place, size = frames(view, self.frame_tokens)
         norms = view.values.float().norm(dim=-1)
         if self.pool:
-            norms = self._pooled(norms, visual, frame, place, view)
-        changed = self._changed(view.keys, visual, frame, place)
+            norms = self._pooled(norms, visual, frame, place, size, view)
+        recent = visual & self._recent(visual, frame, size)[:, None]
+        changed = self._changed(view.keys, recent, place)
         by_time = room - ((1 - self.temporal_share) * room.double()).round().long()
         first = keep_top(changed.masked_fill(~visual, -torch.inf), by_time.expand(-1, heads))
         norms = norms.masked_fill(~visual, -torch.inf).masked_fill(first, torch.inf)
         return Decision(keep=keep_top(norms, room.expand(-1, heads)) | text)
 
-    def _changed(self, keys: Tensor, visual: Tensor, frame: Tensor, place: Tensor) -> Tensor:
+    def _changed(self, keys: Tensor, recent: Tensor, place: Tensor) -> Tensor:
         """Score tokens by how little their keys resemble the newest frames: float32 [B, H, C], newest frames highest.
 
-        keys: [B, H, C, D]. visual: bool [B, H, C], the tokens to compare. frame, place: int64 [B, C].
+        keys: [B, H, C, D]. recent: bool [B, H, C], the stored tokens of the newest frames. place: int64 [B, C].
         """
         batch, heads, columns, dim = keys.shape
-        recent = visual & self._recent(visual, frame, place)[:, None]
         places = int(place.max()) + 1 if columns else 0
         if places <= 0:
-            return torch.zeros_like(visual, dtype=torch.float32)
+            return torch.zeros_like(recent, dtype=torch.float32)
         unit = F.normalize(keys.float(), dim=-1, eps=1e-9)
         target = place.clamp_min(0)[:, None].expand(batch, heads, columns)
         total = unit.new_zeros(batch, heads, places, dim)
@@ -98,42 +97,46 @@ class InfiniPotV(FrameMethod):
         newest = 2 + torch.arange(columns, device=keys.device) / columns  # above every -cosine, newer ones first
         return torch.where(recent, newest.expand_as(likeness), -likeness)
 
-    def _recent(self, visual: Tensor, frame: Tensor, place: Tensor) -> Tensor:
+    def _recent(self, visual: Tensor, frame: Tensor, size: Tensor) -> Tensor:
         """Mark the columns of the newest frames: bool [B, C].
 
         What is stored counts in whole frames, of as many tokens as the newest one has, as in the authors' code.
         """
         last = frame.amax(-1, keepdim=True)
-        size = torch.where(frame == last, place, -1).amax(-1) + 1  # [B]
+        newest = torch.where(frame == last, size, 0).amax(-1)  # [B], tokens of the newest frame
         stored = visual.sum(-1).amax(-1)
-        number = (self.recent_share * (stored // size.clamp_min(1))).long().clamp_min(1)
+        number = (self.recent_share * (stored // newest.clamp_min(1))).long().clamp_min(1)
         return (frame >= 0) & (frame > last - number[:, None])
 
-    def _pooled(self, norms: Tensor, visual: Tensor, frame: Tensor, place: Tensor, view: PrefillView) -> Tensor:
+    def _pooled(
+        self, norms: Tensor, visual: Tensor, frame: Tensor, place: Tensor, size: Tensor, view: PrefillView
+    ) -> Tensor:
         """Average norms [B, H, C] over the stored neighbours of each token in its frame; see `POOLS`."""
-        layers = view.request.geometry.layers
-        dimensions, width = POOLS[min(view.compressed_idx * len(POOLS) // layers, len(POOLS) - 1)]
-        places = int(place.max()) + 1
-        if width == 1 or places <= 0:
+        dimensions, width = POOLS[min(view.compressed_idx * len(POOLS) // view.request.geometry.layers, len(POOLS) - 1)]
+        if width == 1 or not bool((place >= 0).any()):
             return norms
-        row = self.row_tokens or math.isqrt(places)
-        if dimensions == 1 or (self.row_tokens is None and row * row != places):
-            row = places  # along the tokens of a frame
-        rows = -(-places // row)
+        row = self._row(size, dimensions)
         batch, heads, columns = norms.shape
         seen = torch.zeros(batch, int(frame.max()) + 2, dtype=torch.bool, device=frame.device)
         seen.scatter_(1, frame + 1, True)
-        number = (seen[:, 1:].cumsum(-1) - 1).gather(1, frame.clamp_min(0))  # numbers without gaps
-        count = int(number.max()) + 1
-        cell = (number * rows * row + place.clamp_min(0)).masked_fill(place < 0, count * rows * row)
-        cell = cell[:, None].expand(batch, heads, columns)
-        grid = norms.new_zeros(2, batch, heads, count * rows * row + 1)  # sums and counts
+        number = (seen[:, 1:].cumsum(-1) - 1).gather(1, frame.clamp_min(0))  # numbers of frames without gaps
+        high, wide, count = int((place // row).max()) + 1, int(row.max()), int(number.max()) + 1
+        cell = (number * high + place // row) * wide + place % row
+        cell = cell.masked_fill(place < 0, count * high * wide)[:, None].expand(batch, heads, columns)
+        grid = norms.new_zeros(2, batch, heads, count * high * wide + 1)  # sums and numbers of stored tokens
         grid[0].scatter_(2, cell, norms * visual)
         grid[1].scatter_(2, cell, visual.to(norms.dtype))
-        cells = grid[..., :-1].reshape(-1, 1, rows, row)
-        size = (min(width, 2 * rows - 1), min(width, 2 * row - 1))
-        size = (size[0] - 1 + size[0] % 2, size[1] - 1 + size[1] % 2)
-        pooled = F.avg_pool2d(cells, size, stride=1, padding=(size[0] // 2, size[1] // 2))
+        cells = grid[..., :-1].reshape(-1, 1, high, wide)
+        window = [min(width, 2 * side - 1) for side in (high, wide)]  # odd, and no larger than reaches all of a frame
+        pooled = F.avg_pool2d(cells, window, stride=1, padding=[side // 2 for side in window])
         sums, stored = pooled.view(2, batch, heads, -1)
-        means = F.pad(sums / stored.clamp_min(1e-9), (0, 1))
-        return means.gather(2, cell)
+        return F.pad(sums / stored.clamp_min(1e-9), (0, 1)).gather(2, cell)
+
+    def _row(self, size: Tensor, dimensions: int) -> Tensor:
+        """Tokens per row of each column's frame: int64 [B, C]; the whole frame is one row to pool along its tokens."""
+        if dimensions == 1:
+            return size.clamp_min(1)
+        if self.row_tokens is not None:
+            return torch.full_like(size, self.row_tokens)
+        side = size.double().sqrt().round().long()
+        return torch.where(side * side == size, side, size).clamp_min(1)

@@ -44,7 +44,7 @@ class UniformFrames(FrameMethod):
     def prefill(self, view: PrefillView) -> Decision:
         """Keep text and the tokens of the frames at the largest distances."""
         text, room = self.text_and_room(view)
-        frame, _ = frames(view, self.frame_tokens)
+        frame, _, _ = frames(view, self.frame_tokens)
         visual = view.candidates & view.prompt.visual[:, None]
         number = frame.clamp_min(0)
         step = torch.where(number == 0, 2**31, number & -number)  # the largest power of two that divides it
