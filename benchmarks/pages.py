@@ -4,7 +4,7 @@
 
 All sides take turns in one run. "paged" is a cache in a pool of its own, whose pages are neighbours; "paged, used pool"
 one in a pool after 300 other caches of different lengths came and went; "paged, scattered" one that found single free
-pages only, the worst case.
+pages only, the worst case. With a `kv_dtype` the last two pools were used by caches that are not quantized.
 """
 
 from __future__ import annotations
