@@ -98,7 +98,7 @@ def test_a_second_turn_retrieves_for_all_its_tokens(backend: str) -> None:
     method = Spy(classify="all_dynamic", budget=0.5, window=4, chunk_size=8, digest_dtype="model")
     fresh = families.build(FAMILY)
     turn = families.first_turn(FAMILY, [families.row(FAMILY, images=3, text=20)])
-    cache = foveakv.cache_for(fresh, method, trace=True, backend=backend)
+    cache = foveakv.cache_for(fresh, method, trace=True, backend=backend, turns="store")
     first = fresh.generate(**turn.inputs, past_key_values=cache, **GREEDY)
     later = families.next_turn(FAMILY, fresh, turn, first)
     fresh.generate(**later.inputs, past_key_values=cache, **GREEDY)

@@ -157,6 +157,7 @@ class HybridKV(Presets, Method):
             most = rules.most_dynamic(geometry, digest, chunk, totals.tolist())
         window = window_rows(prompt, self.window, request.block_start)
         text = (prompt.text | (from_end(prompt.real) <= window[:, None])).sum(-1)
+        text = (text - request.protected).clamp_min(0)
         text = text * prompt.visual.any(-1)  # text that leaves no slots to images matters only where there are images
         return HybridKVState(
             text_rows(prompt, self.text_rows == "after_visual", self.max_text_rows), k, window=window, text=text,
@@ -278,9 +279,10 @@ class HybridKV(Presets, Method):
     def _notes(self, view: ResultView, state: HybridKVState, heads: HeadMaps) -> tuple[str, ...]:
         prompt, geometry = view.request.prompt, view.request.geometry
         budgets = heads.budgets
+        text = (prompt.text.sum(-1) - view.request.protected).clamp_min(0)
         lengths, rows, text = (
             counts.cpu()[:, None, None].expand_as(budgets)
-            for counts in (prompt.lengths, state.window, prompt.text.sum(-1) * prompt.visual.any(-1))
+            for counts in (prompt.lengths, state.window, text * prompt.visual.any(-1))
         )
         evicts = heads.static & (budgets < lengths)
         kept = kept_window(budgets, rows, self.window_share)

@@ -96,7 +96,8 @@ class LookM(Presets, Method):
     def results(self, view: ResultView) -> Results:
         """Return a note if the budget does not hold all text."""
         prompt, size = view.request.prompt, view.request.budget_tokens(self.budget)
-        needed = prompt.text.sum(-1) * prompt.visual.any(-1)  # text alone has nothing to come before
+        needed = (prompt.text.sum(-1) - view.request.protected).clamp_min(0)
+        needed = needed * prompt.visual.any(-1)  # text alone has nothing to come before
         return Results(notes=text_note(needed, size, self.visual_share))
 
 

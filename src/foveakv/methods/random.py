@@ -65,7 +65,7 @@ class Random(Method):
     def results(self, view: ResultView) -> Results:
         """Return a note if the budget does not hold all text."""
         size = view.request.budget_tokens(self.budget)
-        text = (view.request.prompt.real & ~view.request.prompt.visual).sum(-1)
+        text = (view.request.prompt.real & ~view.request.prompt.visual).sum(-1) - view.request.protected
         if not bool((size < text).any()):
             return Results()
         most = int(text.max())

@@ -125,6 +125,11 @@ class PromptView:
     block_start: int = 0
     _tokens: dict[Any, Tensor] = field(default_factory=dict, repr=False)
 
+    @property
+    def protected(self) -> Tensor:
+        """Tokens of earlier blocks that options of the cache keep in addition to the budget, mostly text: int64 [B]."""
+        return self.prompt.lengths - torch.as_tensor(self.geometry.contexts, device=self.prompt.kinds.device)
+
     def budget_tokens(self, budget: float | int | str, *, steady: bool = False) -> Tensor:
         """Return the tokens per KV head that a budget allows each sequence: int64 [B], on the prompt's device.
 

@@ -252,7 +252,7 @@ class CompressedCache(compat.Cache):
     @property
     def results(self) -> Results:
         """What the method did to this request; empty before the prompt is complete."""
-        if self.state is None and self._request is None:
+        if self.undecided or (self.state is None and self._request is None):
             return Results()
         stores = [layer.store for layer in self.compressed if layer.store is not None]
         digest_bytes = sum(store.digest_nbytes for store in stores)

@@ -301,7 +301,7 @@ class CompressedLayer(compat.CacheLayerMixin):
             )
         if block is not None:
             blocks.end_layer(self, query, mask, scaling)
-        elif method.evicts_while_decoding or observes.attention_sum or observes.steps:
+        elif not cache.undecided and (method.evicts_while_decoding or observes.attention_sum or observes.steps):
             view = DecodeView(
                 *self.shared(query, scaling), StoredSlots(segments, cache.backend), self.seen, attention_sum
             )
