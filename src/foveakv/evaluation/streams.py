@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,26 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     return "\n".join([*lines, "", f"{len(shared)} streams of {FRAMES} cards, blocks of {BLOCK}."])
 
 
+def _run(
+    todo: Sequence[tuple[int, str, int | None]], name: str, split: str, minutes: float | None
+) -> Iterator[dict[str, Any]]:
+    """Results of (stream, method, budget in frames) triples; stops after a stream once the time is over."""
+    if not todo:
+        return
+    from foveakv.models import load
+
+    model, processor = load(name)
+    size = frame_tokens(model, processor, draw(0, split=split))
+    begun, item = time.monotonic(), None
+    for number, method, blocks in todo:
+        if item is None or item.number != number:
+            if minutes is not None and time.monotonic() - begun > 60 * minutes:
+                return
+            item = draw(number, split=split)
+        budget = None if blocks is None else blocks * size
+        yield {**run_item(model, processor, item, method, budget), "blocks": blocks}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line; see the module's first lines."""
     parser = argparse.ArgumentParser(prog="python -m foveakv.evaluation.streams", description=__doc__)
@@ -100,24 +120,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     file = given.out / "results.jsonl"
     results = [json.loads(line) for line in file.read_text(encoding="utf8").splitlines()] if file.exists() else []
-    from foveakv.models import load
-
-    model, processor = load(given.model)
-    size = frame_tokens(model, processor, draw(0, split=given.split))
     budgets = [int(text) for text in given.blocks.split(",")]
     settings = [("full", None), *((name, blocks) for blocks in budgets for name in given.methods.split(","))]
-    begun = time.monotonic()
-    for number in range(given.items):
-        if given.minutes is not None and time.monotonic() - begun > 60 * given.minutes:
-            break
-        item = draw(number, split=given.split)
-        for name, blocks in settings:
-            if any((r["item"], r["method"], r["blocks"]) == (number, name, blocks) for r in results):
-                continue
-            made = run_item(model, processor, item, name, None if blocks is None else blocks * size)
-            results.append({**made, "blocks": blocks})
-            with file.open("a", encoding="utf8") as stored:
-                stored.write(json.dumps(results[-1]) + "\n")
+    done = {(r["item"], r["method"], r["blocks"]) for r in results}
+    todo = [(number, *each) for number in range(given.items) for each in settings if (number, *each) not in done]
+    for made in _run(todo, given.model, given.split, given.minutes):
+        results.append(made)
+        with file.open("a", encoding="utf8") as stored:
+            stored.write(json.dumps(made) + "\n")
     print(table(results))
 
 
