@@ -30,12 +30,13 @@ class KeyNorm(Method):
 
     def prefill(self, view: PrefillView) -> Decision:
         """Called for each layer at the end of its prefill; `keep` is bool [B, H, C]."""
-        visual = view.prompt.visual  # [B, C]
-        other = view.prompt.real & ~visual  # [B, C] text and audio; padding is not real
-        room = view.budget_tokens(self.budget) - other.sum(-1)  # [B] tokens per head
+        candidates = view.candidates  # [B, 1 or H, C] what a head may keep: no padding
+        visual = candidates & view.prompt.visual[:, None]
+        other = candidates & ~visual  # text and audio
+        room = view.budget_tokens(self.budget)[:, None] - other.sum(-1)  # tokens per head
         score = -view.keys.norm(dim=-1)  # [B, H, C]
-        score = score.masked_fill(~visual[:, None], -torch.inf)  # -inf is never kept
-        return Decision(keep=keep_top(score, room.clamp_min(0)[:, None]) | other[:, None])
+        score = score.masked_fill(~visual, -torch.inf)  # -inf is never kept
+        return Decision(keep=keep_top(score, room.clamp_min(0)) | other)
 
 
 def main() -> None:

@@ -66,8 +66,8 @@ def run(source: str, scope: dict[str, Any]) -> None:
     exec(compile(source, "example", "exec"), scope)
 
 
-PAGES = ["index", "usage", "quantization", "contexts", "saving", "pool"]
-EXAMPLES = ["README.md", *(f"docs/{page}.md" for page in PAGES)]
+GUIDES = ["index", "usage", "quantization", "contexts", "saving", "pool"]
+EXAMPLES = ["README.md", *(f"docs/{page}.md" for page in GUIDES)]
 
 
 @pytest.mark.parametrize("page", EXAMPLES)

@@ -246,6 +246,10 @@ class PagedSegments(Segments):
         self._move_rows(run, slots.view(-1), sources.view(-1))
         super()._move(target, source)
 
+    def _reorder(self, run: Tensor, target: Tensor, source: Tensor) -> None:
+        self._move_rows(run, target, source)
+        super()._reorder(run, target, source)
+
     def _move_rows(self, run: Tensor, target: Tensor, source: Tensor) -> None:
         """Copy slots source [n] of runs [n] onto slots target [n]."""
         if self.table.shared:
