@@ -173,3 +173,22 @@ def test_what_is_refused() -> None:
     with pytest.raises(errors.InputError, match="empty"):
         made.ask(" ")
     assert made.report.frames == 1
+
+
+def test_after_a_failure() -> None:
+    """Inputs that do not fit change nothing; a pass that fails ends the stream."""
+    made = streamed.opened("llava", "infinipotv", 40)
+    made.feed_inputs(streamed.block("llava", 0))
+    before = made.report
+    with pytest.raises(errors.InputError, match="one sequence"):
+        made.feed_inputs({"input_ids": torch.ones(2, 3, dtype=torch.long)})
+    assert made.report == before
+    made.feed_inputs(streamed.block("llava", 1))
+    broken = streamed.block("llava", 2)
+    with pytest.raises(ValueError, match="features"):
+        made.feed_inputs(broken | {"pixel_values": broken["pixel_values"].repeat(2, 1, 1, 1)})
+    with pytest.raises(errors.CacheInUseError, match="open a new stream"):
+        made.ask("what?")
+    with pytest.raises(errors.CacheInUseError, match="open a new stream"):
+        made.feed_inputs(streamed.block("llava", 3))
+    assert "generate" not in vars(made.model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
@@ -22,7 +23,7 @@ from foveakv.engines.transformers.forward import prompt_map
 from foveakv.engines.transformers.positions import Positions
 from foveakv.engines.transformers.session import Session
 from foveakv.engines.transformers.sizes import positions_of
-from foveakv.errors import BudgetError, InputError, MethodError, UnsupportedModeError
+from foveakv.errors import BudgetError, CacheInUseError, InputError, MethodError, UnsupportedModeError
 from foveakv.methods import Method
 from foveakv.methods import get as get_method
 from foveakv.methods.checks import choice, whole_number
@@ -115,7 +116,7 @@ class FrameStream:
         self._units: list[tuple[int, int]] = []  # first and last column of every frame
         self._last_time: float | None = None
         self._blocks = 0
-        self._warned = False
+        self._warned = self._failed = False
 
     def feed(self, frames: Any, times: Sequence[float] | None = None, *, captions: Sequence[str] | None = None) -> None:
         """Read frames, in groups of `block`; each group is compressed when it has been read.
@@ -126,6 +127,7 @@ class FrameStream:
             captions: a text before each frame, with `frames="images"`.
 
         Raises:
+            CacheInUseError: an earlier block failed.
             InputError: an image cannot be read, times do not ascend, or the numbers of frames, times and captions
                 differ. What was fed before stays.
         """
@@ -177,6 +179,7 @@ class FrameStream:
         Raises:
             InputError: the inputs do not fit.
         """
+        self._check()
         inputs = dict(inputs)
         prompt = prompt_map(self.model, inputs)
         if prompt.batch != 1 or not bool(prompt.real.all()):
@@ -185,7 +188,7 @@ class FrameStream:
         inputs["position_ids"] = positions.block(inputs, times)
         session = self._opened(inputs, steps=None if times is None else len(times))
         first = 0 if self.cache is None else self.cache.seen
-        with session:
+        with self._changing(), session:
             session.feed(**inputs)
         self._positions = positions
         self._blocks += 1
@@ -222,8 +225,10 @@ class FrameStream:
             The answer, without special tokens.
 
         Raises:
+            CacheInUseError: an earlier block failed.
             InputError: nothing has been read, or the question is empty.
         """
+        self._check()
         if self._session is None or self.cache is None:
             raise InputError("this stream has read nothing yet; feed frames first")
         if not question.strip():
@@ -234,7 +239,8 @@ class FrameStream:
         before = cache.seen
         mask = torch.ones(1, before + ids.shape[1], dtype=torch.long, device=ids.device)
         given = {"do_sample": False, "max_new_tokens": max_new_tokens, compat.cache_argument(self.model): cache}
-        with self._session, torch.no_grad(), _stored_whole(cache):
+        changing = self._changing() if keep else contextlib.nullcontext()
+        with changing, self._session, torch.no_grad(), _stored_whole(cache):
             output = self.model.generate(
                 input_ids=ids, attention_mask=mask, position_ids=positions.text(ids.shape[1]).to(ids.device),
                 **{**given, **generate},
@@ -270,6 +276,17 @@ class FrameStream:
             cache.stored_nbytes, cache.peak_nbytes, host, len(self._units), kept, cache.seen, self._blocks, slots,
             self._positions.highest, limit,
         )  # fmt: skip
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Around a pass that changes the stream: one that fails leaves it in no state to go on from."""
+        self._failed = True
+        yield
+        self._failed = False
+
+    def _check(self) -> None:
+        if self._failed:
+            raise CacheInUseError("an earlier block or kept answer of this stream failed; open a new stream")
 
     def _clock(self, count: int, times: Sequence[float] | None) -> list[float]:
         """Times of new frames in seconds."""
