@@ -12,7 +12,6 @@ tokens; the caller says whether there is room for that.
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -136,4 +135,4 @@ def fork(cache: CompressedCache, count: int) -> list[CompressedCache]:
 
     The one place where requests, or answers, may come to share memory.
     """
-    return [cache, *(copy.deepcopy(cache) for _ in range(count - 1))]
+    return [cache, *(cache.fork() for _ in range(count - 1))]
