@@ -13,7 +13,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from foveakv.core.prompt import PromptMap
 from foveakv.engines.transformers import compat
+from foveakv.engines.transformers.blocks import Reads
 from foveakv.engines.transformers.cache import CompressedCache
 from foveakv.engines.transformers.handle import KVHandle
 from foveakv.engines.transformers.layer import CompressedLayer
@@ -41,9 +43,14 @@ class Bundle(compat.Cache):
 
     @contextmanager
     def step(self, new: int) -> Iterator[None]:
-        """Around a forward pass over `new` tokens in each row. Recorded times are those of the whole batch."""
+        """Around a forward pass over `new` tokens of text in each row, a turn if there are several, as in `model(...)`.
+
+        Recorded times are those of the whole batch.
+        """
         for cache in self.caches:
-            cache.begin_forward(new, None, None, 0, batch=1)
+            block = Reads("turn", None, cache.seen) if new > 1 else None
+            text = cache.full_prompt.kinds.new_zeros(1, new)
+            cache.begin_forward(new, PromptMap(text), None, cache.geometry.itemsize, batch=1, block=block)
         yield
         for cache in self.caches:
             cache.end_forward(cache.model_state)
