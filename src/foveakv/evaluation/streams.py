@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         results.append(made)
         with file.open("a", encoding="utf8") as stored:
             stored.write(json.dumps(made) + "\n")
-    print(table(results))
+    print(table([r for r in results if (r["method"], r["blocks"]) in settings]))
 
 
 if __name__ == "__main__":
