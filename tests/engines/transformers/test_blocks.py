@@ -7,6 +7,7 @@ from typing import Any
 import families
 import matrix
 import pytest
+import second_passes
 import talks
 import torch
 
@@ -21,6 +22,8 @@ def test_turns(family: str, name: str, talk: str) -> None:
     method = matrix.method(name)
     if method.visual_only and family in families.TEXT:
         pytest.skip("evicts visual tokens only")
+    if second_passes.refused(family, name):
+        pytest.skip("refused, see test_families.py")
 
     def say(session: Any) -> None:
         talks.converse(family, model, talks.TURNS[talk])

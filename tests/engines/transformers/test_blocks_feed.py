@@ -7,6 +7,7 @@ from typing import Any
 import families
 import matrix
 import pytest
+import second_passes
 import talks
 import torch
 from families.rows import Picture, Row
@@ -56,6 +57,8 @@ def test_five_blocks(family: str, name: str) -> None:
     model, method = matrix.model(family, torch.float64), matrix.method(name)
     if method.visual_only and family in families.TEXT:
         pytest.skip("evicts visual tokens only")
+    if second_passes.refused(family, name):
+        pytest.skip("refused, see test_families.py")
     say = reading(family, model, blocks_of(family, 5))
     talk = talks.compressed(model, method, say)
     talks.check(model, talk, say)

@@ -15,7 +15,9 @@ import foveakv
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
-@pytest.mark.parametrize("name", ["adakv", "h2o", "hae", "hybridkv", "lookm", "prefixkv", "snapkv", "streaming", "tova"])
+@pytest.mark.parametrize(
+    "name", ["adakv", "h2o", "hae", "hybridkv", "lookm", "prefixkv", "snapkv", "streaming", "tova"]
+)
 def test_turns(name: str) -> None:
     model = matrix.model("llava", torch.float64)
 

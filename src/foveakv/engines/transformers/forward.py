@@ -252,8 +252,9 @@ def _drafted(attached: Attachment, call: Call, cache: CompressedCache, kwargs: d
             f"transformers {compat.VERSION} reads the whole context again when assisted decoding continues a cache; "
             "generate without an assistant, or without the cache"
         )
-    if cache.prefilled and _block(attached, call, cache, new, total) is None:
-        return 0
+    if cache.prefilled:
+        block = _block(attached, call, cache, new, total)
+        total = None if block is None else block.total
     return 0 if total is None else max(0, cache.seen + new - total)
 
 
