@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import families
 import matrix
 
 from foveakv.engines.transformers import compat
@@ -16,5 +17,5 @@ def refused(family: str, name: str) -> bool:
     """Whether the family has layers that the method cannot do without: those of a second pass over the prompt."""
     if not in_one_pass(name):
         return False
-    decoder = compat.text_config_of(matrix.model(family))
+    decoder = families.FAMILIES[family].config().get_text_config(decoder=True)
     return any(type(layer) is not compat.DynamicLayer for layer in compat.default_layers(decoder))
