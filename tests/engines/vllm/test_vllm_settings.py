@@ -70,13 +70,46 @@ def test_requests_may_choose() -> None:
     assert settings.of_request({"foveakv": '{"method": "random"}'}).method == "random"
 
 
-FILE = {"method": "hae", "options": {"ddes": False, "score_layer": "/etc/layers.json"}}
-WRONG = [FILE, "of", "{", 3, {"method": "hybridkv"}, {"methods": "random"}, {**HAE, "per_request": 1}]
+WRONG = [
+    "of",
+    "{",
+    "[" * 100_000,
+    3,
+    {"method": "hybridkv"},
+    {"methods": "random"},
+    {**HAE, "per_request": 1},
+    {"method": "random", "options": {"name": "x"}},
+    {"method": "random", "options": {1: 2}},
+    {"method": "hae", "options": {"preset": [1]}},
+    {"method": "hae", "options": {"preset": {}}},
+]
 
 
 @pytest.mark.parametrize("given", WRONG)
 def test_invalid_choices_of_requests_are_refused(given: Any) -> None:
     with pytest.raises(MethodError):
+        parse(HAE).of_request({"foveakv": given})
+
+
+FILES = [
+    "/etc/layers.json",
+    "layers.json",
+    "layers.json ",
+    "\u00a0layers.JSON\n",
+    "(layers.json)",
+    "[ layers.json ] ",
+    "~",
+    "C:\\layers",
+    "heads.safetensors",
+    ["layers.json"],
+    {"a": "layers.json"},
+]
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_requests_cannot_name_files(file: Any) -> None:
+    given = {"method": "hae", "options": {"ddes": False, "score_layer": file}}
+    with pytest.raises(MethodError, match="cannot name files"):
         parse(HAE).of_request({"foveakv": given})
 
 

@@ -269,9 +269,22 @@ def test_requests_with_invalid_choices_are_refused_with_the_reason(caplog: pytes
     side.add(request("typo", extra={"foveakv": {"method": "randm"}}))
     side.add(request("head", extra={"foveakv": {"method": "snapkv"}}))
     side.add(request("bytes", extra={"foveakv": {"method": "random", "options": {"budget": "1B"}}}))
-    for each in ("typo", "head", "bytes"):
+    side.add(request("deep", extra={"foveakv": "[" * 100_000}))
+    side.add(request("key", extra={"foveakv": {"method": "random", "options": {1: 2}}}))
+    for each in ("typo", "head", "bytes", "deep", "key"):
         assert side.refuses(each)
         assert side.end(each) is None
         assert not side.refuses(each)
     assert "did you mean 'random'" in caplog.text
     assert "one block table" in caplog.text
+
+
+@pytest.mark.parametrize("error", [TypeError, RecursionError, ZeroDivisionError])
+def test_whatever_fails_refuses_the_request_only(error: type[Exception], caplog: pytest.LogCaptureFixture) -> None:
+    def create(choice: Choice) -> Method:
+        raise error("on purpose")
+
+    side = SchedulerSide(parse({"method": "random"}), create, SIZES)
+    side.add(request())
+    assert side.refuses("a")
+    assert "on purpose" in caplog.text

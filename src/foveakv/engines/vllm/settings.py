@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,7 +92,7 @@ class Settings:
             given = _from_json(given)
         choice = _choice(given, f"extra_args[{KEY!r}]", ("method", "options"))
         for option, value in choice.options.items():
-            if isinstance(value, str) and (set(value) & {"/", "\\"} or value.endswith(".json")):
+            if _names_file(value):
                 raise MethodError(f"requests cannot name files of the server: {option}={value!r}")
         if not choice.off:
             choice.create()
@@ -134,6 +135,9 @@ def _choice(given: Any, what: str, known: tuple[str, ...]) -> Choice:
     options = given.get("options", {})
     if not isinstance(given["method"], str) or not isinstance(options, Mapping):
         raise MethodError(f'{what}: "method" must be a name and "options" an object, got {dict(given)!r}')
+    for option in options:
+        if not isinstance(option, str):
+            raise MethodError(f"{what}: names of options must be strings, got {option!r}")
     if given["method"] == OFF and options:
         raise MethodError(f'{what}: "method": "off" takes no options')
     return Choice(given["method"], dict(options))
@@ -142,8 +146,20 @@ def _choice(given: Any, what: str, known: tuple[str, ...]) -> Choice:
 def _from_json(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MethodError(f'extra_args[{KEY!r}] must be "off" or a JSON object: {error}') from None
+
+
+def _names_file(value: Any) -> bool:
+    """Whether a value, or one inside it, may be a path. Methods strip spaces and brackets before they read options."""
+    if isinstance(value, Mapping):
+        return any(_names_file(each) for pair in value.items() for each in pair)
+    if isinstance(value, (list, tuple)):
+        return any(map(_names_file, value))
+    if not isinstance(value, str):
+        return False
+    text = re.sub(r"[\s()\[\]]", "", value).lower()
+    return bool(set(text) & {"/", "\\", "~"}) or text.endswith((".json", ".safetensors"))
 
 
 def _advice(method: Method) -> str:
