@@ -135,4 +135,4 @@ def test_names_that_cannot_be_registered() -> None:
 @pytest.mark.parametrize("options", [{"name": "x"}, {"preset": [1]}, {"preset": {}}, {"preset": 3}])
 def test_any_option_is_checked(options):
     with pytest.raises(MethodError):
-        get("hae", **options)
+        registry.get("hae", **options)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import foveakv
-from foveakv.engines.vllm.settings import ENGINE, parse
+from foveakv.engines.vllm.settings import ENGINE, Choice, parse, remembered
 from foveakv.errors import MethodError, NoVisualTokensError
 from foveakv.methods import available, get
 
@@ -111,6 +111,25 @@ def test_requests_cannot_name_files(file: Any) -> None:
     given = {"method": "hae", "options": {"ddes": False, "score_layer": file}}
     with pytest.raises(MethodError, match="cannot name files"):
         parse(HAE).of_request({"foveakv": given})
+
+
+def test_choices_are_remembered_by_value_and_type() -> None:
+    made: list[Choice] = []
+
+    def create(choice: Choice) -> Any:
+        made.append(choice)
+        return choice.create()
+
+    of_choice = remembered(create)
+    budgets: list[Any] = [1, 1.0, "1.0", 0.5, 0.5, 1]
+    methods: list[Any] = [of_choice(Choice("random", {"budget": each})) for each in budgets]
+    assert [repr(each.budget) for each in methods] == [repr(each) for each in budgets]
+    assert len(made) == 4
+    for i in range(200):
+        of_choice(Choice("random", {"seed": i}))
+    with pytest.raises(MethodError, match="values that JSON has"):
+        of_choice(Choice("random", {"budget": {1}}))
+    of_choice(Choice("hae", {"ddes": False, "score_layer": [0, 1]}))
 
 
 def test_operators_can_fix_the_method() -> None:

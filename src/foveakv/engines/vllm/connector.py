@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from foveakv.engines.vllm import model_facts, platforms, private, support
 from foveakv.engines.vllm.plan import Freed, Plan
 from foveakv.engines.vllm.scheduler_side import SchedulerSide
-from foveakv.engines.vllm.settings import ENGINE, Choice, parse
+from foveakv.engines.vllm.settings import ENGINE, Choice, parse, remembered
 from foveakv.engines.vllm.worker_side import WorkerSide
 from foveakv.errors import UnsupportedModeError
 from foveakv.methods import Method
@@ -56,14 +55,11 @@ class FoveaKVConnector(KVConnectorBase_V1):
         sizes = support.geometry_of(vllm_config, kv_cache_config)
         facts = model_facts.facts_of(vllm_config.model_config, sizes.layers)
 
-        @functools.lru_cache(maxsize=64)
-        def fitted(method: str, options: tuple[tuple[str, Any], ...]) -> Method:
-            made = Choice(method, dict(options)).create().for_model(facts)
+        @remembered
+        def create(choice: Choice) -> Method:
+            made = choice.create().for_model(facts)
             ENGINE.check(made)
             return made
-
-        def create(choice: Choice) -> Method:
-            return fitted(choice.method, tuple(sorted((k, _hashable(v)) for k, v in choice.options.items())))
 
         if not settings.default.off:
             create(settings.default)
@@ -136,6 +132,8 @@ class FoveaKVConnector(KVConnectorBase_V1):
         self.scheduler.add(request)
         if self.scheduler.compresses(request.request_id):
             private.keep_out_of_prefix_cache(request)
+        elif self.scheduler.refuses(request.request_id):
+            private.ask_connector(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Let refused requests wait for a transfer that the worker reports as failed; vLLM then ends them."""
@@ -174,7 +172,3 @@ class FoveaKVConnector(KVConnectorBase_V1):
         if self.scheduler.compresses(request.request_id):
             private.forget_hashes(self._kv_cache_manager, block_ids)
         return False, self.scheduler.end(request.request_id)
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

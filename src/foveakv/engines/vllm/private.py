@@ -65,6 +65,7 @@ def check() -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -84,6 +85,8 @@ def check() -> None:
     lookup = inspect.getsource(KVCacheManager.prefix_cache_lookup_enabled)
     if "skip_reading_prefix_cache" not in lookup or "block_hashes" not in inspect.getsource(Request):
         raise UnsupportedModeError("vLLM's prefix cache no longer asks requests whether to read it; see docs/vllm.md")
+    if "request.skip_reading_prefix_cache" not in inspect.getsource(Scheduler.schedule):
+        raise UnsupportedModeError("vLLM's scheduler asks connectors about other requests now; see docs/vllm.md")
     # The plan of a step must arrive before its attention metadata is built.
     code = inspect.getsource(GPUModelRunner.execute_model)
     before, after = code.find(".handle_preemptions("), code.find("_build_attention_metadata(")
@@ -107,6 +110,15 @@ def keep_out_of_prefix_cache(request: Any) -> None:
     request.cache_salt = f"{request.cache_salt or ''}foveakv-{uuid.uuid4().hex}"
     request.block_hashes.clear()
     request.update_block_hashes()
+
+
+def ask_connector(request: Any) -> None:
+    """Let the scheduler ask the connector about a request that must fail.
+
+    It ignores the answer for requests that do not read the prefix cache, such as those for log-probabilities of the
+    prompt, and would run them.
+    """
+    request.skip_reading_prefix_cache = False
 
 
 def forget_hashes(manager: Any, ids: Iterable[int]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +55,28 @@ class Choice:
         method = get(self.method, **self.options)
         ENGINE.check(method, _advice(method))
         return method
+
+
+def remembered(create: Callable[[Choice], Method]) -> Callable[[Choice], Method]:
+    """Return `create` with a memory for the last 64 new choices, by their JSON text: budgets 1 and 1.0 are different.
+
+    The result raises MethodError for options that JSON does not have.
+    """
+    found: dict[str, Method] = {}
+
+    def of_choice(choice: Choice) -> Method:
+        try:
+            text = json.dumps([choice.method, dict(choice.options)], sort_keys=True)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise MethodError(f"options of {choice.method} must be values that JSON has: {error}") from None
+        if text not in found:
+            made = create(choice)
+            if len(found) == 64:
+                del found[next(iter(found))]
+            found[text] = made
+        return found[text]
+
+    return of_choice
 
 
 @dataclass(frozen=True)
