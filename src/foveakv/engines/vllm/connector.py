@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from foveakv.engines.vllm import model_facts, platforms, private, support
-from foveakv.engines.vllm.plan import Freed, Plan
+from foveakv.engines.vllm.plan import Done, Plan
 from foveakv.engines.vllm.scheduler_side import SchedulerSide
 from foveakv.engines.vllm.settings import ENGINE, Choice, parse, remembered
 from foveakv.engines.vllm.worker_side import WorkerSide
@@ -32,15 +31,15 @@ class PlanMetadata(KVConnectorMetadata):
 
 
 @dataclass
-class FreedMetadata(KVConnectorWorkerMetadata):
+class DoneMetadata(KVConnectorWorkerMetadata):
     """Carries what the workers compressed to the scheduler."""
 
-    freed: list[Freed] = field(default_factory=list)
+    done: Done
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Join two ranks, which must have decided alike."""
-        if not isinstance(other, FreedMetadata) or other.freed != self.freed:
-            raise RuntimeError("FoveaKV: tensor-parallel ranks disagree about the tokens to keep; please report this")
+        assert isinstance(other, DoneMetadata)
+        self.done.check_same(other.done)
         return self
 
 
@@ -67,7 +66,7 @@ class FoveaKVConnector(KVConnectorBase_V1):
         self._attention_every = settings.attention_every
         self._create, self._sizes = create, sizes
         self.worker: WorkerSide | None = None
-        self._freed: list[Freed] = []
+        self._done = Done()
         self._failing: list[str] = []
 
     # ---- worker
@@ -92,12 +91,13 @@ class FoveaKVConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None:
         """End a step: vLLM calls this after the last layer."""
         if self.worker is not None:
-            self._freed = self.worker.end_step()
+            freed = self.worker.end_step()
+            self._done = Done(freed, self.worker.failed)
 
-    def build_connector_worker_meta(self) -> FreedMetadata | None:
+    def build_connector_worker_meta(self) -> DoneMetadata | None:
         """Tell the scheduler what was compressed."""
-        freed, self._freed = self._freed, []
-        return FreedMetadata(freed) if freed else None
+        done, self._done = self._done, Done()
+        return None if done == Done() else DoneMetadata(done)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Fail the refused requests. vLLM ignores failures of transfers that are not finished."""
@@ -162,7 +162,7 @@ class FoveaKVConnector(KVConnectorBase_V1):
         """Return blocks to the pool."""
         assert self.scheduler is not None
         meta = connector_output.kv_connector_worker_meta
-        freed: Iterable[Freed] = meta.freed if isinstance(meta, FreedMetadata) else ()
+        freed = meta.done.freed if isinstance(meta, DoneMetadata) else ()
         for req_id, entries in self.scheduler.done(freed):
             private.free_entries(self._kv_cache_manager, req_id, entries)
 

@@ -41,7 +41,7 @@ def decide(reading: Reading, store: PagedStore, blocks: Tensor, scaling: float, 
         store: the paged cache; it holds the whole prompt.
         blocks: int64 [entries], the request's blocks in order.
         scaling: the factor of q . k.
-        ranks: gathers the heads of layers whose queries the method reads, so that all ranks decide alike.
+        ranks: gathers the heads of all ranks, so that all of them decide alike.
 
     Returns:
         The tokens to keep, the same for all layers: bool [C].
@@ -57,10 +57,11 @@ def decide(reading: Reading, store: PagedStore, blocks: Tensor, scaling: float, 
     for idx in range(layers):
         keys, values = store.read(idx, blocks, tokens)
         query = reading.queries.pop(idx, None)
+        keys, values = ranks.gather_heads(keys), ranks.gather_heads(values)
         if query is None:
             query = keys.new_zeros(0, keys.shape[1], keys.shape[2])
-        if method.needs_queries(idx):
-            query, keys, values = (ranks.gather_heads(each) for each in (query, keys, values))
+        elif method.needs_queries(idx):
+            query = ranks.gather_heads(query)
         layer = PrefillView(
             idx, idx, _heads_first(query), scaling, view, reading.state,
             _heads_first(keys), _heads_first(values), positions, view.prompt, None,
