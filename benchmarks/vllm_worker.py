@@ -134,7 +134,7 @@ class Engine:
     def scoring(self, items: Sequence[tuple[str, int]]) -> list[dict[str, float]]:
         """Read prompts one at a time: seconds of the prefill, and of image encoder and plugin in it."""
         from foveakv.engines.vllm import worker_side
-        from foveakv.engines.vllm.cpu_backend import active_worker
+        from foveakv.engines.vllm.rewriting import active_worker
 
         runner = self.core.model_executor.driver_worker.worker.model_runner
         side = active_worker()
@@ -164,7 +164,7 @@ class Engine:
 
     def answers(self, items: Sequence[tuple[str, int, int]], extras: Sequence[Any]) -> list[list[dict[str, Any]]]:
         """Answer items (task, number, most tokens) with each choice of a method: tokens, text, and what was kept."""
-        from foveakv.engines.vllm.cpu_backend import active_worker
+        from foveakv.engines.vllm.rewriting import active_worker
 
         found = []
         for task, number, tokens in items:

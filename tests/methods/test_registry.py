@@ -130,3 +130,9 @@ def test_names_that_cannot_be_registered() -> None:
         methods.register(Taken)
     with pytest.raises(MethodError, match=r"unknown method 'snapvk' \(did you mean 'snapkv'"):
         methods.find("snapvk")
+
+
+@pytest.mark.parametrize("options", [{"name": "x"}, {"preset": [1]}, {"preset": {}}, {"preset": 3}])
+def test_any_option_is_checked(options):
+    with pytest.raises(MethodError):
+        registry.get("hae", **options)

@@ -285,3 +285,11 @@ def test_states_hold_rows_of_the_batch(name: str) -> None:
     after = list(views._tensors(found.state))
     assert all(torch.equal(a.flip(0), b) for a, b in zip(before, after, strict=True))
     assert foveakv.methods.find(name).name == name
+
+
+def test_budgets_that_are_equal_and_mean_different_things() -> None:
+    """1 is a token per head, 1.0 the whole prompt."""
+    for budgets in ((1, 1.0), (1.0, 1)):
+        request = batch().request
+        found = [request.budget_tokens(each).tolist() for each in budgets]
+        assert found == [[1, 1] if isinstance(each, int) else list(LENGTHS.values()) for each in budgets]

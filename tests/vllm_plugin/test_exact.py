@@ -20,8 +20,10 @@ CHOICES: list[dict[str, Any]] = [
     {"method": "hae", "options": {"ddes": False, "score_layer": "1,3", "r": 1.0, "alpha": None}},
     {"method": "hae", "options": {"ddes": False, "score_layer": 0, "target_visual_tokens": 20, "value_norm": True}},
     {"method": "random", "options": {"budget": 0.3}},
+    {"method": "newest_frames", "options": {"budget": 0.3}},
+    {"method": "uniform_frames", "options": {"budget": 0.4}},
 ]
-IMAGES = (1, 3, 2, 2)
+IMAGES = (1, 3, 2, 2, 3, 3)
 
 
 @pytest.mark.parametrize("name", tiny_checkpoints.BUILD)
@@ -33,7 +35,7 @@ def test_equal_to_transformers(checkpoints: Path, name: str) -> None:
     extra = [*({"foveakv": each} for each in CHOICES), None, {"foveakv": "off"}]
     given: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "logprobs": 1}
     params = [SamplingParams(**given, extra_args=each) for each in extra]
-    with engines.engine(path, "random", {"budget": 0.5}) as llm:
+    with engines.engine(path, "random", {"budget": 0.5}, max_num_batched_tokens=4096) as llm:
         pool = engines.scheduler_of(llm).kv_cache_manager.block_pool
         free = pool.get_num_free_blocks()
         with engines.recorded_maps(llm) as maps:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -15,6 +16,7 @@ from vllm.config.cache import CacheDType
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from foveakv.engines.vllm import platforms, private, support
+from foveakv.engines.vllm.settings import CONNECTOR, check_connector
 from foveakv.errors import FoveaKVError, UnsupportedModeError, UnsupportedModelError
 
 OFF = engines.transfer_config("off")
@@ -152,6 +154,52 @@ def test_versions() -> None:
     private.register()
 
 
+@pytest.mark.parametrize("broken", ["version", "register_backends"])
+def test_a_vllm_of_another_kind_starts_without_the_plugin(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    warned: list[Any] = []
+
+    def fails() -> None:
+        raise AttributeError("renamed")
+
+    monkeypatch.setattr(private, broken, fails)
+    monkeypatch.setattr(private._log, "warning", lambda *args: warned.append(args))
+    private.register()
+    ((text, *values),) = warned
+    assert "AttributeError: renamed" in text % tuple(values)
+
+
+def test_distributions_of_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    expected = private.version()
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert private.version().split("+")[0] == expected.split("+")[0]
+
+
+@pytest.mark.parametrize(
+    ("connector", "size", "extra", "refused"),
+    [
+        (CONNECTOR, None, {"method": "hae"}, False),
+        ("OffloadingConnector", 1.0, {"method": "hae"}, True),
+        ("LMCacheMPConnector", 1.0, {"method": "hae"}, True),
+        ("OffloadingConnector", 1.0, {}, False),
+        ("OffloadingConnector", None, {"method": "of theirs"}, False),
+    ],
+)
+def test_replaced_connectors_are_refused(connector: str, size: Any, extra: dict[str, Any], refused: bool) -> None:
+    given = config(
+        kv_transfer_config__kv_connector=connector, kv_transfer_config__kv_connector_extra_config=extra,
+        cache_config__kv_offloading_size=size,
+    )  # fmt: skip
+    check_connector(config(kv_transfer_config=None))
+    if refused:
+        with pytest.raises(UnsupportedModeError, match=f"kv_offloading_size.*{connector}"):
+            check_connector(given)
+    else:
+        check_connector(given)
+
+
 MULTI = {
     "kv_connector": "MultiConnector",
     "kv_role": "kv_both",
@@ -166,6 +214,7 @@ MULTI = {
         ({"kv_transfer_config": {**OFF, "kv_load_failure_policy": "recompute"}}, "kv_load_failure_policy"),
         ({"kv_transfer_config": engines.transfer_config("snapkv")}, "one block table"),
         ({"kv_transfer_config": MULTI}, "MultiConnector"),
+        ({"kv_transfer_config": engines.transfer_config("random"), "kv_offloading_size": 0.1}, "kv_offloading_size"),
     ],
 )
 def test_refused_at_start(checkpoints: Path, given: dict[str, Any], message: str) -> None:

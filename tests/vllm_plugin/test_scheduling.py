@@ -139,13 +139,16 @@ def test_several_answers_and_refused_requests(path: Path, reference: Reference) 
             expected = reference.log_probabilities(prompt, kept, tokens)
             found = [float(row[token]) for row, token in zip(expected, tokens, strict=True)]
             assert found == pytest.approx(chosen, abs=1e-4)
-        # One request of the three asks for something that vLLM cannot do: it ends with an error, the others run.
+        # Two requests of the four ask for something that vLLM cannot do: they end with an error, the others run.
         from vllm import SamplingParams
 
         extra = [None, {"foveakv": {"method": "snapkv"}}, {"foveakv": {"method": "random", "options": {"budget": 0.5}}}]
-        params = [SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, extra_args=each) for each in extra]
-        outputs = llm.generate([prompt] * 3, params, use_tqdm=False)
-        assert [each.outputs[0].finish_reason for each in outputs] == ["length", "error", "length"]
-        assert [len(each.outputs[0].token_ids) for each in outputs] == [4, 0, 4]
+        given: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        params = [SamplingParams(**given, extra_args=each) for each in extra]
+        # vLLM's scheduler asks connectors about these differently.
+        params.append(SamplingParams(**given, extra_args=extra[1], prompt_logprobs=1))
+        outputs = llm.generate([prompt] * 4, params, use_tqdm=False)
+        assert [each.outputs[0].finish_reason for each in outputs] == ["length", "error", "length", "error"]
+        assert [len(each.outputs[0].token_ids) for each in outputs] == [4, 0, 4, 0]
         assert outputs[2].kv_transfer_params["foveakv"]["method"] == "random"
         assert engines.scheduler_of(llm).kv_cache_manager.block_pool.get_num_free_blocks() == 8191

@@ -96,11 +96,14 @@ WRONG = (
     '{"method": "hybridkv", "options": {"budget": 0.1}}',
     '{"method": "nothing"}',
     '{"method": "random", "options": {"budgets": 1}}',
+    '{"method": "random", "options": {"name": "x"}}',
+    '{"method": "hae", "options": {"preset": [1]}}',
     "{",
+    "[" * 100_000,
 )
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("wrong", WRONG, ids=range(len(WRONG)))
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_is_refused(client: openai.OpenAI, content: Any, wrong: str, stream: bool) -> None:
     """One request ends with an error, alone or among others, and the server goes on."""

@@ -25,7 +25,7 @@ CHOICES: list[dict[str, Any]] = [
 
 def kept_tokens(worker: Any) -> list[tuple[str, list[int]]]:
     """Runs in a worker: the prompt tokens that its rank kept, by request."""
-    from foveakv.engines.vllm.cpu_backend import active_worker
+    from foveakv.engines.vllm.rewriting import active_worker
 
     return [(each.req_id.rsplit("-", 1)[0], each.kept) for each in active_worker().recent]  # type: ignore[union-attr]
 

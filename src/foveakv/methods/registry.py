@@ -58,7 +58,7 @@ def find(name: str) -> type[Method]:
     return getattr(importlib.import_module(module), attribute)
 
 
-def get(name: str, **options: Any) -> Method:
+def get(name: str, /, **options: Any) -> Method:
     """Create a method by name, with its options.
 
     `preset` selects a set of options, which other options override: `get("hybridkv", preset="small", budget=0.1)`.
@@ -76,6 +76,8 @@ def get(name: str, **options: Any) -> Method:
     if preset is not None:
         if not hasattr(cls, "preset"):
             raise MethodError(f"{name} has no presets; give it options: {', '.join(fields) or 'none'}")
+        if not isinstance(preset, str):
+            raise MethodError(f"{name}: preset must be the name of a preset, got {preset!r}")
         made: Method = cls.preset(preset, **options)
         return made
     needed = [f.name for f in dataclasses.fields(cls) if f.init and not _has_default(f)]

@@ -138,7 +138,7 @@ class PromptView:
         Raises:
             BudgetError: the budget is invalid, or its bytes do not hold one token per head.
         """
-        key = budget, steady
+        key = type(budget), budget, steady  # 1 is a token and 1.0 everything, and they are equal
         if key not in self._tokens:
             parsed = parse_budget(budget)
             tokens = parsed.steady(self.geometry) if steady else parsed.tokens(self.geometry)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 import foveakv
-from foveakv.engines.vllm.settings import ENGINE, parse
+from foveakv.engines.vllm.settings import ENGINE, Choice, parse, remembered
 from foveakv.errors import MethodError, NoVisualTokensError
 from foveakv.methods import available, get
 
@@ -70,14 +70,66 @@ def test_requests_may_choose() -> None:
     assert settings.of_request({"foveakv": '{"method": "random"}'}).method == "random"
 
 
-FILE = {"method": "hae", "options": {"ddes": False, "score_layer": "/etc/layers.json"}}
-WRONG = [FILE, "of", "{", 3, {"method": "hybridkv"}, {"methods": "random"}, {**HAE, "per_request": 1}]
+WRONG = [
+    "of",
+    "{",
+    "[" * 100_000,
+    3,
+    {"method": "hybridkv"},
+    {"methods": "random"},
+    {**HAE, "per_request": 1},
+    {"method": "random", "options": {"name": "x"}},
+    {"method": "random", "options": {1: 2}},
+    {"method": "hae", "options": {"preset": [1]}},
+    {"method": "hae", "options": {"preset": {}}},
+]
 
 
 @pytest.mark.parametrize("given", WRONG)
 def test_invalid_choices_of_requests_are_refused(given: Any) -> None:
     with pytest.raises(MethodError):
         parse(HAE).of_request({"foveakv": given})
+
+
+FILES = [
+    "/etc/layers.json",
+    "layers.json",
+    "layers.json ",
+    "\u00a0layers.JSON\n",
+    "(layers.json)",
+    "[ layers.json ] ",
+    "~",
+    "C:\\layers",
+    "heads.safetensors",
+    ["layers.json"],
+    {"a": "layers.json"},
+]
+
+
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_requests_cannot_name_files(file: Any) -> None:
+    given = {"method": "hae", "options": {"ddes": False, "score_layer": file}}
+    with pytest.raises(MethodError, match="cannot name files"):
+        parse(HAE).of_request({"foveakv": given})
+
+
+def test_choices_are_remembered_by_value_and_type() -> None:
+    made: list[Choice] = []
+
+    def create(choice: Choice) -> Any:
+        made.append(choice)
+        return choice.create()
+
+    of_choice = remembered(create)
+    budgets: list[Any] = [1, 1.0, "1.0", 0.5, 0.5, 1]
+    methods: list[Any] = [of_choice(Choice("random", {"budget": each})) for each in budgets]
+    assert [repr(each.budget) for each in methods] == [repr(each) for each in budgets]
+    assert len(made) == 4
+    for i in range(200):
+        of_choice(Choice("random", {"seed": i}))
+    with pytest.raises(MethodError, match="values that JSON has"):
+        of_choice(Choice("random", {"budget": {1}}))
+    of_choice(Choice("hae", {"ddes": False, "score_layer": [0, 1]}))
 
 
 def test_operators_can_fix_the_method() -> None:

@@ -22,8 +22,8 @@ class Reference:
 
     def inputs(self, prompt: dict[str, Any]) -> Any:
         """Return the model's inputs for a prompt of vLLM."""
-        pictures: list[Image.Image] | None = prompt.get("multi_modal_data", {}).get("image")
-        return self.processor(text=prompt["prompt"], images=pictures, return_tensors="pt")
+        images: list[Image.Image] | None = prompt.get("multi_modal_data", {}).get("image")
+        return self.processor(text=prompt["prompt"], images=images, return_tensors="pt")
 
     @torch.no_grad()
     def log_probabilities(

@@ -68,7 +68,7 @@ def scheduler_of(llm: Any) -> Any:
 
 def worker_side() -> Any:
     """Return the plugin's worker side of the engine in this process."""
-    from foveakv.engines.vllm.cpu_backend import active_worker
+    from foveakv.engines.vllm.rewriting import active_worker
 
     return active_worker()
 

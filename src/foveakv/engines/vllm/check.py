@@ -139,7 +139,7 @@ def _compare(folder: Path, prompts: list[dict[str, Any]], method: str, options: 
 
 
 def _kept() -> dict[str, list[int]]:
-    from foveakv.engines.vllm.cpu_backend import active_worker
+    from foveakv.engines.vllm.rewriting import active_worker
 
     worker = active_worker()
     recent = () if worker is None else worker.recent

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +15,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from foveakv.engines.vllm import model_facts, platforms, private, support
-from foveakv.engines.vllm.plan import Freed, Plan
+from foveakv.engines.vllm.plan import Done, Plan
 from foveakv.engines.vllm.scheduler_side import SchedulerSide
-from foveakv.engines.vllm.settings import ENGINE, Choice, parse
+from foveakv.engines.vllm.settings import ENGINE, Choice, parse, remembered
 from foveakv.engines.vllm.worker_side import WorkerSide
 from foveakv.errors import UnsupportedModeError
 from foveakv.methods import Method
@@ -33,15 +31,15 @@ class PlanMetadata(KVConnectorMetadata):
 
 
 @dataclass
-class FreedMetadata(KVConnectorWorkerMetadata):
+class DoneMetadata(KVConnectorWorkerMetadata):
     """Carries what the workers compressed to the scheduler."""
 
-    freed: list[Freed] = field(default_factory=list)
+    done: Done
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Join two ranks, which must have decided alike."""
-        if not isinstance(other, FreedMetadata) or other.freed != self.freed:
-            raise RuntimeError("FoveaKV: tensor-parallel ranks disagree about the tokens to keep; please report this")
+        assert isinstance(other, DoneMetadata)
+        self.done.check_same(other.done)
         return self
 
 
@@ -56,14 +54,11 @@ class FoveaKVConnector(KVConnectorBase_V1):
         sizes = support.geometry_of(vllm_config, kv_cache_config)
         facts = model_facts.facts_of(vllm_config.model_config, sizes.layers)
 
-        @functools.lru_cache(maxsize=64)
-        def fitted(method: str, options: tuple[tuple[str, Any], ...]) -> Method:
-            made = Choice(method, dict(options)).create().for_model(facts)
+        @remembered
+        def create(choice: Choice) -> Method:
+            made = choice.create().for_model(facts)
             ENGINE.check(made)
             return made
-
-        def create(choice: Choice) -> Method:
-            return fitted(choice.method, tuple(sorted((k, _hashable(v)) for k, v in choice.options.items())))
 
         if not settings.default.off:
             create(settings.default)
@@ -71,7 +66,7 @@ class FoveaKVConnector(KVConnectorBase_V1):
         self._attention_every = settings.attention_every
         self._create, self._sizes = create, sizes
         self.worker: WorkerSide | None = None
-        self._freed: list[Freed] = []
+        self._done = Done()
         self._failing: list[str] = []
 
     # ---- worker
@@ -96,12 +91,13 @@ class FoveaKVConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None:
         """End a step: vLLM calls this after the last layer."""
         if self.worker is not None:
-            self._freed = self.worker.end_step()
+            freed = self.worker.end_step()
+            self._done = Done(freed, self.worker.failed)
 
-    def build_connector_worker_meta(self) -> FreedMetadata | None:
+    def build_connector_worker_meta(self) -> DoneMetadata | None:
         """Tell the scheduler what was compressed."""
-        freed, self._freed = self._freed, []
-        return FreedMetadata(freed) if freed else None
+        done, self._done = self._done, Done()
+        return None if done == Done() else DoneMetadata(done)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
         """Fail the refused requests. vLLM ignores failures of transfers that are not finished."""
@@ -136,6 +132,8 @@ class FoveaKVConnector(KVConnectorBase_V1):
         self.scheduler.add(request)
         if self.scheduler.compresses(request.request_id):
             private.keep_out_of_prefix_cache(request)
+        elif self.scheduler.refuses(request.request_id):
+            private.ask_connector(request)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Let refused requests wait for a transfer that the worker reports as failed; vLLM then ends them."""
@@ -164,7 +162,7 @@ class FoveaKVConnector(KVConnectorBase_V1):
         """Return blocks to the pool."""
         assert self.scheduler is not None
         meta = connector_output.kv_connector_worker_meta
-        freed: Iterable[Freed] = meta.freed if isinstance(meta, FreedMetadata) else ()
+        freed = meta.done.freed if isinstance(meta, DoneMetadata) else ()
         for req_id, entries in self.scheduler.done(freed):
             private.free_entries(self._kv_cache_manager, req_id, entries)
 
@@ -174,7 +172,3 @@ class FoveaKVConnector(KVConnectorBase_V1):
         if self.scheduler.compresses(request.request_id):
             private.forget_hashes(self._kv_cache_manager, block_ids)
         return False, self.scheduler.end(request.request_id)
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

@@ -8,9 +8,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from foveakv.engines.vllm.rewriting import ObservingImpl, RewritingBuilder, active_worker
-
-__all__ = ["Backend", "Builder", "Impl", "active_worker"]
+from foveakv.engines.vllm.rewriting import ObservingImpl, RewritingBuilder
 
 
 class Builder(RewritingBuilder, CPUAttentionMetadataBuilder):

@@ -41,7 +41,7 @@ def decide(reading: Reading, store: PagedStore, blocks: Tensor, scaling: float, 
         store: the paged cache; it holds the whole prompt.
         blocks: int64 [entries], the request's blocks in order.
         scaling: the factor of q . k.
-        ranks: gathers the heads of layers whose queries the method reads, so that all ranks decide alike.
+        ranks: gathers the heads of all ranks, so that all of them decide alike.
 
     Returns:
         The tokens to keep, the same for all layers: bool [C].
@@ -57,10 +57,11 @@ def decide(reading: Reading, store: PagedStore, blocks: Tensor, scaling: float, 
     for idx in range(layers):
         keys, values = store.read(idx, blocks, tokens)
         query = reading.queries.pop(idx, None)
+        keys, values = ranks.gather_heads(keys), ranks.gather_heads(values)
         if query is None:
             query = keys.new_zeros(0, keys.shape[1], keys.shape[2])
-        if method.needs_queries(idx):
-            query, keys, values = (ranks.gather_heads(each) for each in (query, keys, values))
+        elif method.needs_queries(idx):
+            query = ranks.gather_heads(query)
         layer = PrefillView(
             idx, idx, _heads_first(query), scaling, view, reading.state,
             _heads_first(keys), _heads_first(values), positions, view.prompt, None,
@@ -90,9 +91,15 @@ def _keep(method: Method, decision: Decision | None, tokens: int) -> Tensor | No
     for name in _ONLY_KEEP:
         if getattr(decision, name) is not None:
             raise MethodError(f"{method.name}: it decides about {name}; in vLLM a method decides which tokens to keep")
-    if decision.keep is None:
-        return None
-    keep = decision.keep
+    return None if decision.keep is None else mask_of(method, decision.keep, tokens)
+
+
+def mask_of(method: Method, keep: Tensor, tokens: int) -> Tensor:
+    """Return what all heads of a layer keep of `tokens` tokens: bool [tokens], on the CPU. keep: see `Decision`.
+
+    Raises:
+        MethodError: it has another type or shape, or heads keep different tokens.
+    """
     if keep.dtype != torch.bool or keep.dim() != 3 or keep.shape[0] != 1 or keep.shape[2] != tokens:
         raise MethodError(
             f"{method.name}: keep must be bool [1, heads or 1, {tokens}], got {keep.dtype} {tuple(keep.shape)}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from foveakv.engines.vllm.deciding import mask_of
 from foveakv.engines.vllm.stored import Eviction, PagedStore, Ranks, Step
 from foveakv.errors import MethodError
 from foveakv.methods import Method
@@ -80,8 +81,8 @@ def attention_sums(logits: Tensor, heads: int) -> Tensor:
     """
     rows, stored = logits.shape[1:]
     if rows > 1:
-        hidden = torch.ones(rows, stored, dtype=torch.bool, device=logits.device).triu(stored - rows + 1)
-        logits = logits.masked_fill(hidden, -torch.inf)
+        future = torch.ones(rows, stored, dtype=torch.bool, device=logits.device).triu(stored - rows + 1)
+        logits = logits.masked_fill(future, -torch.inf)
     return logits.softmax(-1).unflatten(0, (heads, -1)).sum((1, 2))
 
 
@@ -107,16 +108,9 @@ def _left(method: Method, decision: Decision | None, slots: PagedSlots) -> Tenso
         raise MethodError(f"{method.name}: `decode` returned both `keep` and `evict`; return one of them")
     if decision.evict is not None:
         return _refilled(method, decision.evict, stored)
-    keep = decision.keep
-    if keep is None:
+    if decision.keep is None:
         return None
-    if keep.dtype != torch.bool or keep.dim() != 3 or keep.shape[0] != 1 or keep.shape[2] != stored:
-        raise MethodError(
-            f"{method.name}: keep must be bool [1, heads or 1, {stored}], got {keep.dtype} {tuple(keep.shape)}"
-        )
-    if bool((keep != keep[:, :1]).any()):
-        raise MethodError(f"{method.name}: its heads keep different tokens, and vLLM has one block table per request")
-    return keep[0, 0].cpu().nonzero().flatten()
+    return mask_of(method, decision.keep, stored).nonzero().flatten()
 
 
 def _refilled(method: Method, evict: Evict, stored: int) -> Tensor:

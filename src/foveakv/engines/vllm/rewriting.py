@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_
 from foveakv.engines.vllm.block_layout import entries_of, slots_of
 from foveakv.engines.vllm.plan import Chunk
 from foveakv.engines.vllm.replay import Segment
+from foveakv.engines.vllm.settings import check_connector
 from foveakv.engines.vllm.stored import Step
 from foveakv.engines.vllm.worker_side import WorkerSide, compressed_row
 
@@ -39,6 +40,11 @@ class RewritingBuilder:
     """In front of a builder of attention metadata."""
 
     block_size: int
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        """Make vLLM's builder. The connector cannot refuse an engine in which another one has taken its place."""
+        check_connector(vllm_config)
+        super().__init__(kv_cache_spec, layer_names, vllm_config, *args, **kwargs)  # type: ignore[call-arg]
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
         """Build the metadata of a step.

@@ -61,8 +61,11 @@ class SchedulerSide:
             read_prompt(self._create(choice), prompt, self._sizes)  # the method checks its settings against the prompt
             if request.max_tokens == 1:
                 return  # the only token comes from the whole prompt; beam search asks for one token at a time
-        except FoveaKVError as error:
-            _log.error("FoveaKV: request %s is refused: %s", request.request_id, error)
+        except Exception as error:  # whatever a request contains, it must not end the engine
+            if isinstance(error, FoveaKVError):
+                _log.error("FoveaKV: request %s is refused: %s", request.request_id, error)
+            else:
+                _log.exception("FoveaKV: request %s is refused", request.request_id)
             self._refused.add(request.request_id)
             return
         self._known[request.request_id] = Known(request, choice, prompt)

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from foveakv.errors import MethodError
+from foveakv.errors import MethodError, UnsupportedModeError
 from foveakv.methods import Method, get, near
 from foveakv.methods.capabilities import Capabilities
 
@@ -56,6 +57,28 @@ class Choice:
         return method
 
 
+def remembered(create: Callable[[Choice], Method]) -> Callable[[Choice], Method]:
+    """Return `create` with a memory for the last 64 new choices, by their JSON text: budgets 1 and 1.0 are different.
+
+    The result raises MethodError for options that JSON does not have.
+    """
+    found: dict[str, Method] = {}
+
+    def of_choice(choice: Choice) -> Method:
+        try:
+            text = json.dumps([choice.method, dict(choice.options)], sort_keys=True)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise MethodError(f"options of {choice.method} must be values that JSON has: {error}") from None
+        if text not in found:
+            made = create(choice)
+            if len(found) == 64:
+                del found[next(iter(found))]
+            found[text] = made
+        return found[text]
+
+    return of_choice
+
+
 @dataclass(frozen=True)
 class Settings:
     """What an engine was started with.
@@ -91,7 +114,7 @@ class Settings:
             given = _from_json(given)
         choice = _choice(given, f"extra_args[{KEY!r}]", ("method", "options"))
         for option, value in choice.options.items():
-            if isinstance(value, str) and (set(value) & {"/", "\\"} or value.endswith(".json")):
+            if _names_file(value):
                 raise MethodError(f"requests cannot name files of the server: {option}={value!r}")
         if not choice.off:
             choice.create()
@@ -119,6 +142,22 @@ def parse(extra_config: Mapping[str, Any]) -> Settings:
     return Settings(choice, attention_every=every, **flags)
 
 
+def check_connector(config: Any) -> None:
+    """Check that vLLM has not replaced the connector of a `VllmConfig`, by which nothing would be compressed.
+
+    Raises:
+        UnsupportedModeError: it has, for offloading.
+    """
+    transfer = config.kv_transfer_config
+    if transfer is None or transfer.kv_connector == CONNECTOR or config.cache_config.kv_offloading_size is None:
+        return
+    if "method" in transfer.kv_connector_extra_config:
+        raise UnsupportedModeError(
+            f"FoveaKV in vLLM does not support kv_offloading_size, which replaces it by {transfer.kv_connector}; "
+            "leave it out"
+        )
+
+
 def _choice(given: Any, what: str, known: tuple[str, ...]) -> Choice:
     if not isinstance(given, Mapping):
         raise MethodError(f'{what} must be "off" or an object with "method" and "options", got {given!r}')
@@ -134,6 +173,9 @@ def _choice(given: Any, what: str, known: tuple[str, ...]) -> Choice:
     options = given.get("options", {})
     if not isinstance(given["method"], str) or not isinstance(options, Mapping):
         raise MethodError(f'{what}: "method" must be a name and "options" an object, got {dict(given)!r}')
+    for option in options:
+        if not isinstance(option, str):
+            raise MethodError(f"{what}: names of options must be strings, got {option!r}")
     if given["method"] == OFF and options:
         raise MethodError(f'{what}: "method": "off" takes no options')
     return Choice(given["method"], dict(options))
@@ -142,8 +184,20 @@ def _choice(given: Any, what: str, known: tuple[str, ...]) -> Choice:
 def _from_json(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MethodError(f'extra_args[{KEY!r}] must be "off" or a JSON object: {error}') from None
+
+
+def _names_file(value: Any) -> bool:
+    """Whether a value, or one inside it, may be a path. Methods strip spaces and brackets before they read options."""
+    if isinstance(value, Mapping):
+        return any(_names_file(each) for pair in value.items() for each in pair)
+    if isinstance(value, (list, tuple)):
+        return any(map(_names_file, value))
+    if not isinstance(value, str):
+        return False
+    text = re.sub(r"[\s()\[\]]", "", value).lower()
+    return bool(set(text) & {"/", "\\", "~"}) or text.endswith((".json", ".safetensors"))
 
 
 def _advice(method: Method) -> str:

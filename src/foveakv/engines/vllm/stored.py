@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -106,7 +107,8 @@ class Compressed:
 
     kept: int64 [n], prompt tokens that are stored when the prompt is complete, ascending. prompt: number of prompt
     tokens. epoch: see `plan.Chunk`. decoding: the method and its state, if it is called in decode steps. seen: length
-    of the context that it has seen. history: its evictions while decoding.
+    of the context that it has seen. history: its evictions while decoding. failed: whether the method has failed while
+    decoding, so that the request must end.
 
     The rest describes the stored tokens, and starts anew when the request is recomputed after a preemption. order:
     int64 [m], tokens stored of the first `upto` ones, in the order of slots; all later ones follow. redone: number of
@@ -121,6 +123,7 @@ class Compressed:
     decoding: Reading | None = None
     seen: int = 0
     history: list[Eviction] = field(default_factory=list)
+    failed: bool = False
     order: Tensor = field(init=False)
     upto: int = field(init=False)
     redone: int = 0
@@ -140,6 +143,11 @@ class Compressed:
     def evicted(self) -> int:
         """Number of evicted tokens."""
         return self.upto - self.order.shape[0]
+
+    @property
+    def checksum(self) -> int:
+        """Checksum of the tokens stored of the first `upto` ones, in their order."""
+        return zlib.crc32(self.order.numpy().tobytes())
 
     def stored(self, tokens: int) -> Tensor:
         """Return which of the first `tokens` >= upto tokens of the context are stored, in the order of slots."""

@@ -96,7 +96,7 @@ class WorkerSide:
         start, stop: the new tokens of the context. row: row of token `start` in the batch.
         """
         assert self.store is not None
-        if known.decoding is None and not known.missing(stop):
+        if known.decoding is None and not known.failed and not known.missing(stop):
             return None
         entries = entries_of(stop, self.store.size) - len(known.freed)
         step = Step(known, start, stop, row, table[:entries].long(), known.evicted)
@@ -145,6 +145,11 @@ class WorkerSide:
         """The first blocks of requests whose method failed in the step before, and which must be ended."""
         return set(self._failing.values())
 
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """The requests whose method failed in this step."""
+        return tuple(sorted(self._broken))
+
     # ---- storing
 
     def move(self, idx: int, segment: Segment) -> None:
@@ -187,6 +192,9 @@ class WorkerSide:
         known = step.known
         for eviction in known.missing(step.stop):
             known.carry_out(eviction)
+        if known.failed:  # it was preempted before it ended
+            self._broken[known.req_id] = int(step.blocks[0])
+            return None
         evicted = None
         if known.decoding is not None and step.first_new < step.stop:
             try:
@@ -195,7 +203,7 @@ class WorkerSide:
                 )
             except Exception:
                 self._fail(known.req_id, int(step.blocks[0]))
-                known.decoding = None
+                known.decoding, known.failed = None, True
                 return None
             known.seen = step.stop
         if evicted is not None:
@@ -210,7 +218,7 @@ class WorkerSide:
         entries = freed_entries(tokens, known.evicted, self.store.size, known.freed)
         known.freed = tuple(sorted((*known.freed, *entries)))
         decoded = known.evicted - (known.prompt - known.kept.shape[0])
-        return Freed(known.req_id, known.epoch, known.kept.shape[0], entries, decoded)
+        return Freed(known.req_id, known.epoch, known.kept.shape[0], entries, decoded, known.checksum)
 
     def _fail(self, req_id: str, first_block: int) -> None:
         _log.exception("FoveaKV: the method failed; request %s ends with an error", req_id)

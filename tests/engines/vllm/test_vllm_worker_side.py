@@ -1,6 +1,6 @@
-"""The two sides of the vLLM plugin, with a cache in plain tensors in place of vLLM's."""
+"""The vLLM plugin in the workers, with a cache in plain tensors in place of vLLM's."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from foveakv.core.budget import Geometry
 from foveakv.core.prompt import IMAGE, PromptMap
-from foveakv.engines.vllm.plan import Begin, Chunk, Freed, Plan
-from foveakv.engines.vllm.prompt_map import prompt_map
-from foveakv.engines.vllm.scheduler_side import SchedulerSide
-from foveakv.engines.vllm.settings import Choice, parse
+from foveakv.engines.vllm.plan import Begin, Chunk, Done, Freed, Plan
+from foveakv.engines.vllm.settings import Choice
+from foveakv.engines.vllm.stored import Compressed
 from foveakv.engines.vllm.worker_side import WorkerSide, compressed_row
-from foveakv.errors import InputError
+from foveakv.errors import MethodError
 from foveakv.methods import Decision, Method
+from foveakv.methods.views import Observes
 
 SIZE, LAYERS, HEADS, DIM, PROMPT = 4, 3, 2, 8, 22
 SIZES = Geometry(1, (0,), LAYERS, HEADS, DIM, DIM, 4)
@@ -137,7 +137,7 @@ def test_what_was_decided_survives_a_preemption() -> None:
     (freed,) = side.end_step()
     assert side.compressed_at(9) is not None
     assert side.recent[-1].kept == kept
-    assert freed == Freed("a", 2, 12, (5, 6))
+    assert replace(freed, checksum=0) == Freed("a", 2, 12, (5, 6))
     side.start_step(Plan(finished=("a",)))
     assert side.compressed_at(9) is None
 
@@ -179,99 +179,120 @@ def test_a_request_that_has_ended_does_not_fail_afterwards() -> None:
     assert side.failing_blocks == set()
 
 
-# ---- the scheduler's side
+class _Late(Method):
+    """Fails in its second decode step."""
+
+    name = "late"
+    granularity = "token"  # type: ignore[assignment]
+    calls = 0
+
+    @property
+    def observes(self) -> Observes:
+        return Observes(steps=True)
+
+    def decode(self, view: Any) -> None:
+        self.calls += 1
+        if self.calls > LAYERS:
+            raise ZeroDivisionError
 
 
-def feature(offset: int, length: int, modality: str = "image", is_embed: Any = None) -> Any:
-    return SimpleNamespace(
-        modality=modality, mm_position=SimpleNamespace(offset=offset, length=length, is_embed=is_embed)
-    )
+def decode(side: WorkerSide, blocks: tuple[int, ...], start: int, stop: int) -> None:
+    """The step of one request with the tokens start ... stop - 1."""
+    known = side.compressed_at(blocks[0])
+    assert known is not None
+    step = side.decode_step(known, torch.tensor(blocks), start, stop, 0)
+    assert step is not None
+    for idx in range(LAYERS):
+        side.take_step_queries(step, idx, torch.randn(stop - start, HEADS * 2, DIM))
+    side.end_step()
 
 
-def request(req_id: str = "a", features: Any = None, extra: Any = None) -> Any:
-    return SimpleNamespace(
-        request_id=req_id, num_prompt_tokens=PROMPT, num_computed_tokens=0,
-        max_tokens=16, mm_features=[feature(3, 14)] if features is None else features,
-        sampling_params=SimpleNamespace(extra_args=extra),
-    )  # fmt: skip
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_method_that_fails_while_decoding_ends_its_request_after_a_preemption_too(chunks: int) -> None:
+    method = _Late()
+    side = worker(lambda choice: method)
+    blocks = (2, 3, 4, 5, 6, 7)
+    side.start_step(Plan(begin=[begin()], chunks=[Chunk("a", 0, PROMPT, PROMPT, blocks, 1)]))
+    side.end_step()
+    for length in (PROMPT, PROMPT + 1):
+        side.start_step(Plan())
+        assert side.failed == ()
+        decode(side, blocks, length, length + 1)
+    assert side.failed == ("a",)
+    side.start_step(Plan(preempted=("a",)))  # before the failure is reported
+    assert side.failing_blocks == set()
+    stop = PROMPT + 2 if chunks == 1 else PROMPT
+    again = Chunk("a", 0, stop, PROMPT, (12, 3, 4, 5, 6, 7), 2)
+    side.start_step(Plan(begin=[begin()], chunks=[again]))
+    assert side.chunk_step(again, 0) is not None
+    side.end_step()
+    side.start_step(Plan())
+    assert side.failing_blocks == {12}
+    decode(side, again.blocks, PROMPT + 1, PROMPT + 2)  # if it still runs
+    assert method.calls == LAYERS + 1
+    side.start_step(Plan())
+    assert side.failing_blocks == {12}
+    side.start_step(Plan(finished=("a",)))
+    assert side.failing_blocks == set()
 
 
-def scheduler(**options: Any) -> SchedulerSide:
-    settings = parse({"method": "random", "options": {"budget": 12, **options}})
-    return SchedulerSide(settings, Choice.create, SIZES)
+# ---- tensor-parallel ranks
 
 
-def plan(side: SchedulerSide, scheduled: dict[str, int], **more: Any) -> Plan:
-    return side.plan(scheduled, lambda _: [2, 3, 4], more.get("finished", ()), more.get("preempted", ()))
+class Halves:
+    """Two ranks that take turns: the second one's layers are appended to the first one's."""
+
+    def __init__(self, store: PlainStore) -> None:
+        self.store = store
+
+    def gather_heads(self, local: Tensor) -> Tensor:
+        """Return the whole tensor that the rank's half was cut from."""
+        for whole in (*self.store.keys, *self.store.values):
+            for half in whole.chunk(2, 1):
+                if local.shape[0] and torch.equal(half[: local.shape[0]], local):
+                    return whole[: local.shape[0]]
+        raise AssertionError("not a part of the cache")
 
 
-def test_maps_have_the_kinds_and_numbers_of_the_images() -> None:
-    rows = torch.tensor([True, True, False, True])
-    found = prompt_map([feature(12, 3), feature(4, 4, is_embed=rows), feature(9, 2, "video")], 16)
-    assert found.kinds[0].tolist() == [0, 0, 0, 0, 1, 1, 0, 1, 0, 2, 2, 0, 1, 1, 1, 0]
-    assert found.index[0].tolist() == [-1, -1, -1, -1, 0, 0, -1, 0, -1, 0, 0, -1, 1, 1, 1, -1]
-    with pytest.raises(InputError, match="vision_chunk"):
-        prompt_map([feature(0, 2, "vision_chunk")], 4)
-    with pytest.raises(InputError, match="exceeds"):
-        prompt_map([feature(3, 2)], 4)
+@pytest.mark.parametrize("read", ["keys", "values"])
+def test_ranks_decide_alike_by_keys_and_values(read: str) -> None:
+    """A method that reads no queries sees the heads of all ranks."""
+
+    class Norms(Method):
+        name = "norms"
+        granularity = "token"  # type: ignore[assignment]
+
+        def prefill(self, view: Any) -> Decision | None:
+            assert view.keys.shape[1] == view.values.shape[1] == view.query.shape[1] == HEADS
+            if view.compressed_idx == 0:
+                norms = getattr(view, read).norm(dim=-1).sum(1)
+                view.state.append((norms > norms.median())[:, None])
+            return Decision(keep=view.state[0])
+
+        def begin(self, view: Any) -> list[Tensor]:
+            return []
+
+    whole, blocks = PlainStore(), tuple(range(6))
+    kept, done = [], []
+    for rank in range(2):
+        side = WorkerSide(lambda choice: Norms(), SIZES, 0.5, Halves(whole))
+        store = PlainStore()
+        store.keys, store.values = (each.chunk(2, 2)[rank].clone() for each in (whole.keys, whole.values))
+        side.store = store  # type: ignore[assignment]
+        side.start_step(Plan(begin=[begin()], chunks=[Chunk("a", 0, PROMPT, PROMPT, blocks, 1)]))
+        done.append(Done(side.end_step(), side.failed))
+        kept.append(side.recent[-1].kept)
+    assert kept[0] == kept[1]
+    done[0].check_same(done[1])
 
 
-def test_requests_are_planned_until_their_prompt_is_complete() -> None:
-    side, one = scheduler(), request()
-    side.add(one)
-    first = plan(side, {"a": 10, "unknown": 3})
-    assert [each.req_id for each in first.begin] == ["a"]
-    assert [(c.start, c.stop, c.completes) for c in first.chunks] == [(0, 10, False)]
-    one.num_computed_tokens = 10
-    second = plan(side, {"a": 12})
-    assert second.begin == []
-    assert [(c.start, c.stop, c.completes) for c in second.chunks] == [(10, 22, True)]
-    one.num_computed_tokens = 22
-    assert plan(side, {"a": 1}).chunks == []
-    assert list(side.done([Freed("a", 1, 12, (4, 5))])) == [("a", (4, 5))]
-    assert list(side.done([Freed("a", 1, 12, (), 1)])) == []
-    assert list(side.done([Freed("a", 1, 12, (6,), 3)])) == [("a", (6,))]
-    assert side.end("a") == {
-        "foveakv": {
-            "method": "random",
-            "prompt_tokens": 22,
-            "stored_prompt_tokens": 12,
-            "evicted_while_decoding": 3,
-            "freed_blocks": 3,
-        }
-    }
-    assert side.end("a") is None
+def test_ranks_that_store_different_tokens_are_an_error() -> None:
+    def done(*kept: int, failed: tuple[str, ...] = ()) -> Done:
+        known = Compressed("a", torch.tensor(kept), PROMPT)
+        return Done([Freed("a", 1, len(kept), (), 0, known.checksum)], failed)
 
-
-def test_blocks_of_an_earlier_start_are_not_freed() -> None:
-    side, one = scheduler(), request()
-    side.add(one)
-    plan(side, {"a": PROMPT})
-    one.num_computed_tokens = 0  # preempted before the step was evaluated
-    assert list(side.done([Freed("a", 1, 12, (4, 5))])) == []
-    plan(side, {"a": PROMPT}, preempted=("a",))
-    one.num_computed_tokens = PROMPT
-    assert list(side.done([Freed("a", 1, 12, (4, 5))])) == []
-    assert list(side.done([Freed("a", 2, 12, (4, 5))])) == [("a", (4, 5))]
-
-
-def test_text_and_requests_that_chose_off_are_left_alone() -> None:
-    side = scheduler()
-    side.add(request("text", features=[]))
-    side.add(request("audio", features=[feature(2, 4, "audio")]))
-    side.add(request("off", extra={"foveakv": "off"}))
-    assert not any(side.refuses(each) for each in ("text", "audio", "off"))
-    assert plan(side, {"text": 22, "audio": 22, "off": 22}) == Plan()
-
-
-def test_requests_with_invalid_choices_are_refused_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
-    side = scheduler()
-    side.add(request("typo", extra={"foveakv": {"method": "randm"}}))
-    side.add(request("head", extra={"foveakv": {"method": "snapkv"}}))
-    side.add(request("bytes", extra={"foveakv": {"method": "random", "options": {"budget": "1B"}}}))
-    for each in ("typo", "head", "bytes"):
-        assert side.refuses(each)
-        assert side.end(each) is None
-        assert not side.refuses(each)
-    assert "did you mean 'random'" in caplog.text
-    assert "one block table" in caplog.text
+    done(1, 2, 5).check_same(done(1, 2, 5))
+    for other in (done(1, 2, 6), done(2, 1, 5), done(1, 2), done(1, 2, 5, failed=("b",)), Done()):
+        for pair in ((done(1, 2, 5), other), (other, done(1, 2, 5))):
+            with pytest.raises(MethodError, match="two tensor-parallel ranks"):
+                pair[0].check_same(pair[1])
