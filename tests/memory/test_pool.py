@@ -301,6 +301,37 @@ def test_a_shared_page_is_copied_once_and_only_where_it_is_written() -> None:
     check_pages(segments)
 
 
+@pytest.mark.parametrize("failing", ["fork", "reorder"])
+def test_after_a_failed_copy_nothing_is_written_into_a_page_of_another(
+    failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page in reserve, where the next slot would go, was given back before the failure."""
+    pool = Pool(page_size=8)
+    keys = torch.randn(1, 2, 24, 4)
+    keep, positions = torch.ones(1, 1, 24, dtype=torch.bool), torch.arange(24)[None]
+    segments = PagedSegments.from_dense(keys, keys, keep, positions, pool=pool)
+    new, at = torch.randn(1, 2, 1, 4), torch.tensor([[24]])
+    segments.append(new, new, at)
+    segments.evict(24, [1])  # its page is empty now, and the place of the next slot
+    want = contents(segments)
+    if failing == "fork":
+        with monkeypatch.context() as patched:
+            faults = Faults(patched, random.Random(0))
+            faults.left = 1
+            with pytest.raises(PoolFullError):
+                copy.deepcopy(segments)
+    else:
+        with pytest.raises(ValueError, match="sequence numbers below 1"):
+            segments.select_sequences(torch.tensor([5]))
+    other = PagedSegments.from_dense(keys[:, :, :8], keys[:, :, :8], keep[..., :8], positions[:, :8], pool=pool)
+    others = contents(other)
+    assert same(segments, want)
+    segments.append(new, new, at)
+    assert same(other, others)
+    assert torch.equal(segments.gather()[0][0, :, 24], new[0, :, 0])
+    check_pages(segments)
+
+
 def test_beams_share_pages() -> None:
     pool = Pool(page_size=16)
     segments = make(pool, 2, 200)
