@@ -56,8 +56,8 @@ class PageSpace:
         self._parts = [
             make_rows(device, dtype, width, rows, self.slab * self.size) for width in (key_width, value_width)
         ]
-        self._moves = any(part.moves for part in self._parts)
-        if self._moves:
+        self.moves = any(part.moves for part in self._parts)  # whether `keys` and `values` are copied to change in size
+        if self.moves:
             self._parts = [Rows(width, dtype, device) for width in (key_width, value_width)]
         self.used = 0  # pages with an owner
         self._held = 0  # slabs with memory
@@ -137,7 +137,7 @@ class PageSpace:
         slabs = -(-(count - self.free) // self.slab)
         absent = self._absent()
         beyond = self._most - len(self.owners) // self.slab
-        if self._moves and slabs <= (eager := min(beyond, self._held // 2)) and self._room(eager):
+        if self.moves and slabs <= (eager := min(beyond, self._held // 2)) and self._room(eager):
             slabs = eager  # so that copies stay rare
         if slabs > len(absent) + beyond or not self._room(slabs):
             raise PoolFullError(self._complaint(count, len(absent) + beyond))
@@ -155,7 +155,7 @@ class PageSpace:
 
     def _resize(self, slabs: int) -> None:
         pages = slabs * self.slab
-        if self._moves:
+        if self.moves:
             for part in self._parts:
                 part.resize(pages * self.size)
         with torch.inference_mode(False):  # later steps may run outside of it and write here
@@ -167,7 +167,7 @@ class PageSpace:
     def shrink(self, spare: int) -> None:
         """Give back the memory of slabs without a page in use, except `spare` of them."""
         slabs = self.owners.view(-1, self.slab)
-        if self._moves:  # only the end of a tensor can be given back, by a copy of the rest
+        if self.moves:  # only the end of a tensor can be given back, by a copy of the rest
             busy = (slabs > 0).any(1).nonzero()
             last = int(busy[-1]) + 1 + spare if len(busy) else 0
             if last <= len(slabs) // 2:
