@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from segment_kinds import check_pages
 from torch import Tensor
 
 from foveakv.errors import PoolFullError
-from foveakv.memory import page_space
+from foveakv.memory import page_space, page_table
 from foveakv.memory.page_space import PageSpace
+from foveakv.memory.page_table import PageTable
 from foveakv.memory.paged import PagedSegments
 from foveakv.memory.pool import Pool
 from foveakv.memory.rows_of_pages import Rows
@@ -45,10 +47,14 @@ def same(segments: PagedSegments, want: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(contents(segments), want, strict=True))
 
 
-class Faults:
-    """Makes pages fail to be had, at a random one of the next requests."""
+class Fault(Exception):
+    """Something else than a full pool, such as an interrupt."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
+
+class Faults:
+    """Makes one of the next requests fail, at random: for pages or side data, and with `anywhere` also what follows."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rng: random.Random, anywhere: bool = False) -> None:
         self.rng, self.left = rng, -1
         take, side = PageSpace.take, Pool.change_side
 
@@ -64,11 +70,24 @@ class Faults:
 
         monkeypatch.setattr(PageSpace, "take", failing_take)
         monkeypatch.setattr(Pool, "change_side", failing_side)
+        if anywhere:
+            for owner, name in ((PageSpace, "copy"), (PageTable, "_widened"), (PageTable, "_contents")):
+                monkeypatch.setattr(owner, name, self.failing(getattr(owner, name)))
+            for name in ("copy_rows", "_pages"):
+                monkeypatch.setattr(page_table, name, self.failing(getattr(page_table, name)))
+            monkeypatch.setattr(Rows, "resized", self.failing(Rows.resized))
 
-    def strike(self) -> None:
+    def failing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            self.strike(Fault)
+            return function(*args)
+
+        return call
+
+    def strike(self, kind: type[Exception] = PoolFullError) -> None:
         self.left -= 1
         if self.left == 0:
-            raise PoolFullError("no memory: a fault of the test")
+            raise kind("a fault of the test")
 
     def arm(self) -> None:
         self.left = self.rng.choice([1, 1, 2, 3, 10])
@@ -132,6 +151,14 @@ def play(rng: random.Random, pool: Pool, faults: Faults | None, steps: int) -> i
                 members[touched] = segments, contents(segments)
         except PoolFullError:
             failures += 1
+        except Fault:  # pages are all accounted for, but contents may be lost
+            failures += 1
+            for segments, _ in members:
+                check_pages(segments)
+            if touched is not None and action == "change":
+                del members[touched]
+        if faults is not None:
+            faults.disarm()
         if number % 5 == 0 or failures:
             assert all(same(segments, want) for segments, want in members)
             for space in {id(segments.table.space): segments for segments, _ in members}.values():

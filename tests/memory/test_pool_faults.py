@@ -30,6 +30,28 @@ def test_failures_change_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert pool.use().pages == pool.use().held == 0
 
 
+@pytest.mark.usefixtures("memory")
+@pytest.mark.parametrize("seed", range(4))
+def test_failures_anywhere_lose_no_page(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    faults = Faults(monkeypatch, rng, anywhere=True)
+    assert play(rng, pool := Pool(page_size=8), faults, 150) > 10
+    faults.disarm()
+    assert pool.use().pages == pool.use().held == 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("memory")
+def test_ten_thousand_operations_under_faults_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(2)
+    rng = random.Random(2)
+    faults = Faults(monkeypatch, rng, anywhere=True)
+    assert play(rng, pool := Pool("64KiB", page_size=16), faults, 10_000) > 1000
+    faults.disarm()
+    assert pool.use().held == 0
+
+
 @pytest.mark.slow
 def test_ten_thousand_operations_under_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(1)

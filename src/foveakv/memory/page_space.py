@@ -6,6 +6,7 @@ slabs of neighbouring pages.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Protocol
 
@@ -155,13 +156,13 @@ class PageSpace:
 
     def _resize(self, slabs: int) -> None:
         pages = slabs * self.slab
-        if self.moves:
-            for part in self._parts:
-                part.resize(pages * self.size)
+        made = [part.resized(pages * self.size) for part in self._parts] if self.moves else []
         with torch.inference_mode(False):  # later steps may run outside of it and write here
             owners = torch.full((pages,), _ABSENT, dtype=torch.int32)
             kept = min(pages, len(self.owners))
             owners[:kept] = self.owners[:kept]
+        for part, data in zip(self._parts, made, strict=False):  # from here on nothing can fail
+            part.data = data
         self._name(owners)
 
     def shrink(self, spare: int) -> None:
@@ -171,8 +172,9 @@ class PageSpace:
             busy = (slabs > 0).any(1).nonzero()
             last = int(busy[-1]) + 1 + spare if len(busy) else 0
             if last <= len(slabs) // 2:
-                self._held = last
-                self._resize(last)
+                with contextlib.suppress(torch.OutOfMemoryError):  # no room for the copy now: at a later release
+                    self._resize(last)
+                    self._held = last
             return
         empty = (slabs == 0).all(1).nonzero()[:, 0][spare:]
         for slab in empty.tolist():

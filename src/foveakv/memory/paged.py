@@ -278,10 +278,15 @@ class PagedSegments(Segments):
         index = index.to("cpu", torch.int64)
         if index.tolist() == list(range(self.batch)):
             return
+        if index.dim() != 1 or len(index) == 0 or bool(((index < 0) | (index >= self.batch)).any()):
+            super().select_sequences(index)  # refuses it
         former = (index[:, None] * self.heads + torch.arange(self.heads)).view(-1)
-        if len(index) and bool(((index >= 0) & (index < self.batch)).all()):  # else an error follows
-            self._charge(self._layout.rows_for(self._layout.length[former]), runs=len(former))
         self._give_back_reserve()  # it is not shared
-        super().select_sequences(index)
-        self.table.select(former)
-        self._lose_place()
+        change = self.table.select(former)
+        try:
+            self._charge(self._layout.rows_for(self._layout.length[former]), runs=len(former))
+            super().select_sequences(index)
+        except BaseException:
+            change.undo()
+            raise
+        change.carry_out()
