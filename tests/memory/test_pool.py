@@ -7,6 +7,7 @@ import gc
 import pickle
 import random
 import sys
+import weakref
 
 import pytest
 import torch
@@ -83,7 +84,8 @@ def test_a_space_against_a_dictionary(seed: int, limit: int | None) -> None:
 
 
 def test_pages_that_are_taken_together_are_neighbours() -> None:
-    space = Pool(page_size=8).space(CPU, torch.float32, 4, 4)
+    pool = Pool(page_size=8)
+    space = pool.space(CPU, torch.float32, 4, 4)
     first, second, third = space.take(5), space.take(20), space.take(5)
     space.release(first)
     space.release(third)
@@ -153,6 +155,25 @@ def test_a_shared_page_is_copied_once_and_only_where_it_is_written() -> None:
     segments.append(new, new, at)
     assert pool.use().pages <= before + 2  # nobody else reads them any more
     check_pages(segments)
+
+
+@pytest.mark.usefixtures("memory")
+def test_a_pool_goes_with_its_last_cache_and_without_garbage_collection() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        segments = make(Pool(page_size=8))
+        pool, space = weakref.ref(segments.pool), weakref.ref(segments.table.space)
+        forked = copy.deepcopy(segments)
+        del segments
+        assert pool() is not None
+        forked.append(torch.randn(1, 2, 9, 4), torch.randn(1, 2, 9, 4), torch.arange(9)[None])
+        check_pages(forked)
+        del forked
+        assert pool() is None
+        assert space() is None
+    finally:
+        gc.enable()
 
 
 def test_beams_share_pages() -> None:

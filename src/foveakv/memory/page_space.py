@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from typing import Protocol
 
 import torch
@@ -47,7 +48,7 @@ class PageSpace:
     """Pages of T rows of keys [N, K] and values [N, V], in one dtype on one device."""
 
     def __init__(self, pool: _Pool, device: torch.device, dtype: torch.dtype, key_width: int, value_width: int) -> None:
-        self.pool = pool
+        self._pool = weakref.ref(pool)  # which holds its spaces; its caches hold both
         self.size = pool.page_size  # T
         self.page_nbytes = self.size * (key_width + value_width) * dtype.itemsize
         most = (physical_bytes() if pool.limit is None else pool.limit) // self.page_nbytes
@@ -69,6 +70,14 @@ class PageSpace:
         self.owners = owners
         with torch.inference_mode(False):  # views of the memory that is or was in use: N rows
             self.keys, self.values = (part.data[: len(owners) * self.size] for part in self._parts)
+
+    @property
+    def pool(self) -> _Pool:
+        """The pool. ReferenceError: it no longer exists."""
+        pool = self._pool()
+        if pool is None:
+            raise ReferenceError("the pool of these pages no longer exists; keep it as long as they are used")
+        return pool
 
     @property
     def free(self) -> int:

@@ -26,7 +26,8 @@ class _Held:
         self.space, self.pages, self.side = space, pages, 0
 
     def give_back(self) -> None:
-        self.space.pool.give_back(self.space, self.pages, self.side)
+        with contextlib.suppress(ReferenceError):  # without its pool the memory goes with the space
+            self.space.pool.give_back(self.space, self.pages, self.side)
 
 
 class _Contents(NamedTuple):
@@ -34,7 +35,7 @@ class _Contents(NamedTuple):
 
     host: Tensor
     on_device: Tensor
-    count: Tensor
+    counts: Tensor
     most: int
     total: int
     pages: Tensor

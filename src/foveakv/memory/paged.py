@@ -24,7 +24,7 @@ class PagedSegments(Segments):
     """The KV slots of one layer in pages of a pool.
 
     `copy.deepcopy` makes a fork: it shares all pages, and whoever writes to a shared page first copies it. Where memory
-    must be taken, `PoolFullError` says that the pool has too little; what is stored has not changed then.
+    must be taken, `PoolFullError` says that the pool has too little; what is stored has not changed by the call then.
     """
 
     table: PageTable
