@@ -7,48 +7,23 @@ import gc
 import pickle
 import random
 import sys
-from typing import Any
+import weakref
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pool_play import contents, make, memory, play, same
 from segment_kinds import check_pages
 from torch import Tensor
 
 from foveakv.errors import MethodError, PoolFullError, UnsupportedModeError
-from foveakv.memory import page_space
 from foveakv.memory.page_space import PageSpace
-from foveakv.memory.paged import PagedSegments
 from foveakv.memory.pool import Pool
-from foveakv.memory.rows_of_pages import Rows
+
+__all__ = ["memory"]
 
 CPU = torch.device("cpu")
-
-
-def copied_rows(device: torch.device, dtype: torch.dtype, width: int, rows: int, part: int) -> Rows:
-    """As on a device: memory that moves when it grows."""
-    return Rows(width, dtype, device)
-
-
-@pytest.fixture(params=["reserved", "copied"])
-def memory(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "copied":
-        monkeypatch.setattr(page_space, "make_rows", copied_rows)
-
-
-def make(pool: Pool, batch: int = 1, columns: int = 40, **given: Any) -> PagedSegments:
-    keys, values = torch.randn(batch, 2, columns, 4), torch.randn(batch, 2, columns, 4)
-    keep = torch.rand(batch, 2, columns) < 0.8
-    return PagedSegments.from_dense(keys, values, keep, torch.arange(columns).repeat(batch, 1), pool=pool, **given)
-
-
-def contents(segments: PagedSegments) -> list[Tensor]:
-    return [*segments.gather(), segments.positions(), *[segments.field(name) for name in sorted(segments._fields)]]
-
-
-def same(segments: PagedSegments, want: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(contents(segments), want, strict=True))
 
 
 # ------------------------------------------------------------------------------------------------------------- a space
@@ -100,9 +75,7 @@ def test_a_space_against_a_dictionary(seed: int, limit: int | None) -> None:
         assert torch.equal(counted, space.owners.clamp_min(0).long())
         assert space.used == int((counted > 0).sum())
         assert space.held_nbytes == int((space.owners >= 0).sum()) * space.page_nbytes
-        assert (
-            space.free < (2 * space.slab if limit is None or not space._moves else 10**9) or space._moves or space.used
-        )
+        assert space.free < (2 * space.slab if limit is None or not space.moves else 10**9) or space.moves or space.used
         if limit is not None:
             assert pool.use().held <= limit
     for pages, _ in owners:
@@ -111,7 +84,8 @@ def test_a_space_against_a_dictionary(seed: int, limit: int | None) -> None:
 
 
 def test_pages_that_are_taken_together_are_neighbours() -> None:
-    space = Pool(page_size=8).space(CPU, torch.float32, 4, 4)
+    pool = Pool(page_size=8)
+    space = pool.space(CPU, torch.float32, 4, 4)
     first, second, third = space.take(5), space.take(20), space.take(5)
     space.release(first)
     space.release(third)
@@ -142,120 +116,11 @@ def test_memory_goes_back_to_the_system() -> None:
 # ----------------------------------------------------------------------------------------------------- caches in a pool
 
 
-class Faults:
-    """Makes pages fail to be had, at a random one of the next requests."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:
-        self.rng, self.left = rng, -1
-        take, side = PageSpace.take, Pool.change_side
-
-        def failing_take(space: PageSpace, count: int) -> Tensor:
-            if count:
-                self.strike()
-            return take(space, count)
-
-        def failing_side(pool: Pool, by: int) -> None:
-            if by > 0:
-                self.strike()
-            side(pool, by)
-
-        monkeypatch.setattr(PageSpace, "take", failing_take)
-        monkeypatch.setattr(Pool, "change_side", failing_side)
-
-    def strike(self) -> None:
-        self.left -= 1
-        if self.left == 0:
-            raise PoolFullError("no memory: a fault of the test")
-
-    def arm(self) -> None:
-        self.left = self.rng.choice([1, 1, 2, 3, 10])
-
-    def disarm(self) -> None:
-        self.left = -1
-
-
-def change(rng: random.Random, segments: PagedSegments) -> None:
-    """One random operation."""
-    batch, longest, shortest = segments.batch, segments.max_length, int(segments.lengths.min())
-    name = rng.choice(["append", "append", "append", "evict", "keep", "crop", "write", "blank", "select", "field"])
-    if name == "append":
-        q = rng.choice([1, 1, 1, 3, 20])
-        segments.append(torch.randn(batch, 2, q, 4), torch.randn(batch, 2, q, 4), torch.randint(0, 60, (batch, q)))
-    elif name == "evict" and shortest:
-        count = rng.randint(1, min(4, shortest))
-        segments.evict(torch.randperm(shortest)[:count].view(1, 1, -1).expand(batch, 1, -1), [count] * batch)
-    elif name == "keep":
-        segments.keep(torch.rand(batch, 2, longest) < rng.choice([0.3, 0.9]))
-    elif name == "crop":
-        segments.crop(rng.choice([10, 40, 100]))
-    elif name == "write" and shortest:
-        place = torch.tensor([rng.randrange(2 * batch)]), torch.tensor([rng.randrange(shortest)])
-        segments.write(*place, torch.randn(1, 4), torch.randn(1, 4), torch.tensor([5]))
-    elif name == "blank":
-        segments.extend_blank(torch.randint(0, 12, (2 * batch,)))
-    elif name == "select":
-        segments.select_sequences(torch.tensor([rng.randrange(batch) for _ in range(rng.randint(1, 3))]))
-    elif name == "field" and f"f{longest % 3}" not in segments._fields:
-        segments.add_field(f"f{longest % 3}", torch.rand(batch, 2, longest))
-
-
-def play(rng: random.Random, pool: Pool, faults: Faults | None, steps: int) -> int:
-    """Caches come, change, fork and go; each keeps exactly what it holds. Returns the number of failures."""
-    members: list[tuple[PagedSegments, list[Tensor]]] = []
-    failures = 0
-    for number in range(steps):
-        if faults is not None:
-            faults.disarm()
-            if rng.random() < 0.4:
-                faults.arm()
-        touched = rng.randrange(len(members)) if members else None
-        try:
-            action = rng.choice(["new", "fork", "drop", *["change"] * 6])
-            if action == "new" or touched is None:
-                quantized = (
-                    {"kv_dtype": rng.choice(["int8", "int4"]), "residual_length": 3} if rng.random() < 0.3 else {}
-                )
-                made = make(pool, rng.randint(1, 2), rng.choice([1, 20, 70]), **quantized)
-                members.append((made, contents(made)))
-            elif action == "fork":
-                forked = copy.deepcopy(members[touched][0])
-                members.append((forked, members[touched][1]))
-                assert forked.table.host.shape == members[touched][0].table.host.shape
-            elif action == "drop":
-                del members[touched]
-            else:
-                segments = members[touched][0]
-                change(rng, segments)
-                members[touched] = segments, contents(segments)
-        except PoolFullError:
-            failures += 1
-        if number % 5 == 0 or failures:
-            assert all(same(segments, want) for segments, want in members)
-            for space in {id(segments.table.space): segments for segments, _ in members}.values():
-                check_pages(space)
-        if len(members) > 5:
-            del members[0]
-    del members
-    gc.collect()
-    return failures
-
-
 @pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("seed", range(6))
 def test_caches_of_one_pool_do_not_disturb_each_other(seed: int) -> None:
     torch.manual_seed(seed)
     play(random.Random(seed), pool := Pool(page_size=8), None, 80)
-    assert pool.use().pages == pool.use().held == 0
-
-
-@pytest.mark.usefixtures("memory")
-@pytest.mark.parametrize("seed", range(6))
-def test_failures_change_nothing(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(seed)
-    rng = random.Random(seed)
-    faults = Faults(monkeypatch, rng)
-    assert play(rng, pool := Pool(page_size=8), faults, 100) > 5
-    faults.disarm()
     assert pool.use().pages == pool.use().held == 0
 
 
@@ -266,15 +131,6 @@ def test_a_small_pool_is_full_now_and_then(seed: int, page_size: int, kib: int) 
     pool = Pool(kib * 1024, page_size=page_size)
     play(random.Random(seed), pool, None, 60)
     assert pool.use().pages == pool.use().held == 0
-
-
-@pytest.mark.slow
-def test_ten_thousand_operations_under_faults(monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = random.Random(1)
-    faults = Faults(monkeypatch, rng)
-    assert play(rng, pool := Pool("64KiB", page_size=16), faults, 10_000) > 1000
-    faults.disarm()
-    assert pool.use().held == 0
 
 
 def test_a_shared_page_is_copied_once_and_only_where_it_is_written() -> None:
@@ -299,6 +155,25 @@ def test_a_shared_page_is_copied_once_and_only_where_it_is_written() -> None:
     segments.append(new, new, at)
     assert pool.use().pages <= before + 2  # nobody else reads them any more
     check_pages(segments)
+
+
+@pytest.mark.usefixtures("memory")
+def test_a_pool_goes_with_its_last_cache_and_without_garbage_collection() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        segments = make(Pool(page_size=8))
+        pool, space = weakref.ref(segments.pool), weakref.ref(segments.table.space)
+        forked = copy.deepcopy(segments)
+        del segments
+        assert pool() is not None
+        forked.append(torch.randn(1, 2, 9, 4), torch.randn(1, 2, 9, 4), torch.arange(9)[None])
+        check_pages(forked)
+        del forked
+        assert pool() is None
+        assert space() is None
+    finally:
+        gc.enable()
 
 
 def test_beams_share_pages() -> None:

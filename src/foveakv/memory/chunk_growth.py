@@ -139,14 +139,15 @@ def _write(
     new: Tensor,
     directory: str | Path | None,
 ) -> Tensor:
-    """Write the new chunks behind the former ones of their rows; return the first chunk of every row, int64 [n]."""
+    """Write every row's new chunks after its former ones; return the first chunk of every row, int64 [n]."""
     chunk, count = store.chunk, before + new
     start = _former(store._first, row)
     room = None if store.room is None else _former(store.room, row)
-    own = room is not None and bool((count <= room).all()) and len(set(start.tolist())) == len(start)
-    if not own:
+    if room is not None and (bool((count > room).any()) or len(set(start.tolist())) < len(start)):
+        room = None  # too little, or rows that share it
+    own = room is not None
+    if room is None:
         room = count if store.place == "disk" else count + count // _ROOM
-    assert room is not None
     offset = start if own else room.cumsum(0) - room
     parts = []
     for source, former in zip(sources, (store._keys, store._values), strict=True):

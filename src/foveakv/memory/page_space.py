@@ -6,7 +6,9 @@ slabs of neighbouring pages.
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import weakref
 from typing import Protocol
 
 import torch
@@ -46,7 +48,7 @@ class PageSpace:
     """Pages of T rows of keys [N, K] and values [N, V], in one dtype on one device."""
 
     def __init__(self, pool: _Pool, device: torch.device, dtype: torch.dtype, key_width: int, value_width: int) -> None:
-        self.pool = pool
+        self._pool = weakref.ref(pool)  # which holds its spaces; its caches hold both
         self.size = pool.page_size  # T
         self.page_nbytes = self.size * (key_width + value_width) * dtype.itemsize
         most = (physical_bytes() if pool.limit is None else pool.limit) // self.page_nbytes
@@ -56,8 +58,8 @@ class PageSpace:
         self._parts = [
             make_rows(device, dtype, width, rows, self.slab * self.size) for width in (key_width, value_width)
         ]
-        self._moves = any(part.moves for part in self._parts)
-        if self._moves:
+        self.moves = any(part.moves for part in self._parts)  # whether `keys` and `values` are copied to change in size
+        if self.moves:
             self._parts = [Rows(width, dtype, device) for width in (key_width, value_width)]
         self.used = 0  # pages with an owner
         self._held = 0  # slabs with memory
@@ -68,6 +70,14 @@ class PageSpace:
         self.owners = owners
         with torch.inference_mode(False):  # views of the memory that is or was in use: N rows
             self.keys, self.values = (part.data[: len(owners) * self.size] for part in self._parts)
+
+    @property
+    def pool(self) -> _Pool:
+        """The pool. ReferenceError: it no longer exists."""
+        pool = self._pool()
+        if pool is None:
+            raise ReferenceError("the pool of these pages no longer exists; keep it as long as they are used")
+        return pool
 
     @property
     def free(self) -> int:
@@ -137,7 +147,7 @@ class PageSpace:
         slabs = -(-(count - self.free) // self.slab)
         absent = self._absent()
         beyond = self._most - len(self.owners) // self.slab
-        if self._moves and slabs <= (eager := min(beyond, self._held // 2)) and self._room(eager):
+        if self.moves and slabs <= (eager := min(beyond, self._held // 2)) and self._room(eager):
             slabs = eager  # so that copies stay rare
         if slabs > len(absent) + beyond or not self._room(slabs):
             raise PoolFullError(self._complaint(count, len(absent) + beyond))
@@ -155,24 +165,25 @@ class PageSpace:
 
     def _resize(self, slabs: int) -> None:
         pages = slabs * self.slab
-        if self._moves:
-            for part in self._parts:
-                part.resize(pages * self.size)
+        made = [part.resized(pages * self.size) for part in self._parts] if self.moves else []
         with torch.inference_mode(False):  # later steps may run outside of it and write here
             owners = torch.full((pages,), _ABSENT, dtype=torch.int32)
             kept = min(pages, len(self.owners))
             owners[:kept] = self.owners[:kept]
+        for part, data in zip(self._parts, made, strict=False):  # from here on nothing can fail
+            part.data = data
         self._name(owners)
 
     def shrink(self, spare: int) -> None:
         """Give back the memory of slabs without a page in use, except `spare` of them."""
         slabs = self.owners.view(-1, self.slab)
-        if self._moves:  # only the end of a tensor can be given back, by a copy of the rest
+        if self.moves:  # only the end of a tensor can be given back, by a copy of the rest
             busy = (slabs > 0).any(1).nonzero()
             last = int(busy[-1]) + 1 + spare if len(busy) else 0
             if last <= len(slabs) // 2:
-                self._held = last
-                self._resize(last)
+                with contextlib.suppress(torch.OutOfMemoryError):  # no room for the copy now: at a later release
+                    self._resize(last)
+                    self._held = last
             return
         empty = (slabs == 0).all(1).nonzero()[:, 0][spare:]
         for slab in empty.tolist():

@@ -7,7 +7,10 @@ Notation: see `runs.py`. T slots are a page, K is the width of the table.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +26,33 @@ class _Held:
         self.space, self.pages, self.side = space, pages, 0
 
     def give_back(self) -> None:
-        self.space.pool.give_back(self.space, self.pages, self.side)
+        with contextlib.suppress(ReferenceError):  # without its pool the memory goes with the space
+            self.space.pool.give_back(self.space, self.pages, self.side)
+
+
+class _Contents(NamedTuple):
+    """What a table holds, see `PageTable`; pages: int64 [n], all that it names."""
+
+    host: Tensor
+    on_device: Tensor
+    counts: Tensor
+    most: int
+    total: int
+    pages: Tensor
+
+
+def _pages(host: Tensor) -> Tensor:
+    return host[host >= 0].to(torch.int64)
+
+
+@contextlib.contextmanager
+def _unless_named(space: PageSpace, pages: Tensor) -> Iterator[None]:
+    """Give back pages that were taken or shared for a table where what follows fails before the table names them."""
+    try:
+        yield
+    except BaseException:
+        space.release(pages)
+        raise
 
 
 class PageTable:
@@ -37,8 +66,9 @@ class PageTable:
         """The table becomes an owner of the pages, which have been taken or shared for it."""
         self.space, self.size, self.device = space, space.size, device
         self.shared = False  # whether another table may have the same pages
-        self._set(host, count)
-        self._held = _Held(space, self._pages())
+        contents = self._contents(host, count)
+        self._held = _Held(space, contents.pages)
+        self._become(contents)
         weakref.finalize(self, self._held.give_back).atexit = False
 
     @classmethod
@@ -46,11 +76,13 @@ class PageTable:
         """No pages."""
         return cls(space, torch.empty(runs, 0, dtype=torch.int32), torch.zeros(runs, dtype=torch.int64), device)
 
-    def _set(self, host: Tensor, count: Tensor) -> None:
-        self.host, self.count = host, count
-        self.most = int(count.max())
-        self.total = int(count.sum())
-        self.on_device = host.to(self.device, non_blocking=True)
+    def _contents(self, host: Tensor, count: Tensor) -> _Contents:
+        on_device = host.to(self.device, non_blocking=True)
+        return _Contents(host, on_device, count, int(count.max()), int(count.sum()), _pages(host))
+
+    def _become(self, contents: _Contents) -> None:
+        """Change the table, which cannot fail. The caller releases the pages that it no longer names."""
+        self.host, self.on_device, self.count, self.most, self.total, self._held.pages = contents
         self._first: Tensor | None = None
 
     @property
@@ -59,16 +91,6 @@ class PageTable:
         if self._first is None:
             self._first = self.on_device.to(torch.int64).mul_(self.size)
         return self._first
-
-    def _pages(self) -> Tensor:
-        return self.host[self.host >= 0].to(torch.int64)
-
-    def _become(self, host: Tensor, count: Tensor, released: Tensor | None = None) -> None:
-        """Change the table; released: pages int64 [n] that it no longer names."""
-        self._set(host, count)
-        self._held.pages = self._pages()
-        if released is not None:
-            self.space.release(released)
 
     # ---- bytes
 
@@ -109,20 +131,24 @@ class PageTable:
         if extra == 0 and copied is None:
             return
         copies = 0 if copied is None else copied.shape[1]
-        taken = self.space.take(extra + copies)
-        host, released = self._widened(int(count.max())), None
-        if copied is not None:
-            place = copied[0], copied[1]
-            released = host[place].to(torch.int64)
-            self.space.copy(released, taken[extra:])
-            host[place] = taken[extra:].to(torch.int32)
-        new = torch.arange(host.shape[1])
-        new = (new >= self.count[:, None]) & (new < count[:, None])
-        host[new] = taken[:extra].to(torch.int32)
-        self._become(host, count, released)
+        taken, released = self.space.take(extra + copies), None
+        with _unless_named(self.space, taken):
+            host = self._widened(int(count.max()))
+            if copied is not None:
+                place = copied[0], copied[1]
+                released = host[place].to(torch.int64)
+                self.space.copy(released, taken[extra:])
+                host[place] = taken[extra:].to(torch.int32)
+            new = torch.arange(host.shape[1])
+            new = (new >= self.count[:, None]) & (new < count[:, None])
+            host[new] = taken[:extra].to(torch.int32)
+            contents = self._contents(host, count)
+        self._become(contents)
+        if released is not None:
+            self.space.release(released)
 
     def _widened(self, columns: int) -> Tensor:
-        """A copy of the table, with at least so many columns."""
+        """A copy of the table with `columns` columns or more."""
         if columns <= self.host.shape[1]:
             return self.host.clone()
         width = max(columns, self.host.shape[1] + self.host.shape[1] // 2)
@@ -148,20 +174,24 @@ class PageTable:
             return
         column = torch.arange(self.host.shape[1])
         gone = (column >= count[:, None]) & (self.host >= 0)
-        self._become(self.host.masked_fill(gone, -1), count, self.host[gone].to(torch.int64))
+        released = self.host[gone].to(torch.int64)
+        self._become(self._contents(self.host.masked_fill(gone, -1), count))
+        self.space.release(released)
 
-    def select(self, former: Tensor) -> None:
-        """Run i becomes the former run former[i], int64 [R'], and shares its pages with others that do."""
-        host, count, released = self.host[former], self.count[former], self._held.pages
-        self.space.share(host[host >= 0].to(torch.int64))
+    def select(self, former: Tensor) -> _Change:
+        """To carry out: run i becomes the former run former[i], int64 [R'], with the same pages."""
+        host = self.host[former]
+        self.space.share(pages := _pages(host))
         self.shared = True
-        self._become(host, count, released)
+        with _unless_named(self.space, pages):
+            return _Change(self, self._contents(host, self.count[former]), pages, self._held.pages)
 
     def fork(self) -> PageTable:
         """A table that shares all pages."""
-        self.space.share(self._held.pages)
+        self.space.share(pages := self._held.pages)
         self.shared = True
-        other = PageTable(self.space, self.host, self.count, self.device)
+        with _unless_named(self.space, pages):
+            other = PageTable(self.space, self.host, self.count, self.device)
         other.shared = True
         return other
 
@@ -181,44 +211,63 @@ class PageTable:
         target = torch.arange(len(run), device=run.device) - (counts.cumsum(0) - counts)[run]
         moved = (slot != target).nonzero()[:, 0]
         if not self.shared or len(moved) == 0:
-            return _Closing(self, lengths, run[moved], slot[moved], target[moved], None, None)
+            return _Closing(self, lengths, self.rows(run[moved], slot[moved]), self.rows(run[moved], target[moved]))
         # New pages from the first one on that changes: others may still read the old ones.
         count = self.need(lengths)
         first = (count * self.size).scatter_reduce_(0, run[moved].cpu(), target[moved].cpu(), "amin") // self.size
-        taken = self.space.take(int((count - first).clamp_(min=0).sum()))
         column = torch.arange(self.host.shape[1])
         fresh = (column >= first[:, None]) & (column < count[:, None])
-        host = self.host.clone()
-        host[fresh] = taken.to(torch.int32)
-        again = (target // self.size >= first.to(run.device)[run]).nonzero()[:, 0]
-        return _Closing(self, lengths, run[again], slot[again], target[again], host, self.host[fresh].to(torch.int64))
+        taken = self.space.take(int(fresh.sum()))
+        with _unless_named(self.space, taken):
+            host, released = self.host.clone(), self.host[fresh].to(torch.int64)
+            host[fresh] = taken.to(torch.int32)
+            again = (target // self.size >= first.to(run.device)[run]).nonzero()[:, 0]
+            place = run[again].cpu(), (target[again] // self.size).cpu()
+            rows = host[place].to(run.device, torch.int64) * self.size + target[again] % self.size
+            for buffer in (self.space.keys, self.space.values):
+                copy_rows(buffer, buffer, rows, self.rows(run[again], slot[again]))
+            change = _Change(self, self._contents(host, self.count), taken, released)
+        return _Closing(self, lengths, change=change)
+
+
+class _Change:
+    """What a table will be: prepared, so that nothing can fail any more."""
+
+    def __init__(self, table: PageTable, contents: _Contents, taken: Tensor, released: Tensor) -> None:
+        """taken, released: pages int64 [n] that the table will name, or will no longer name."""
+        self.table, self.contents, self.taken, self.released = table, contents, taken, released
+
+    def carry_out(self) -> None:
+        self.table._become(self.contents)
+        self.table.space.release(self.released)
+
+    def undo(self) -> None:
+        """Give back the pages that were taken or shared for it."""
+        self.table.space.release(self.taken)
 
 
 class _Closing:
-    """Slots that move to the front of their runs: prepared, so that nothing can fail any more."""
+    """Slots that move to the front of their runs: no page has to be taken any more.
+
+    Rows source [m] move to rows target [m] in the table's own pages; with new pages they are there already.
+    """
 
     def __init__(
-        self, table: PageTable, lengths: Tensor, run: Tensor, slot: Tensor, target: Tensor, host: Tensor | None,
-        released: Tensor | None,
+        self, table: PageTable, lengths: Tensor, source: Tensor | None = None, target: Tensor | None = None,
+        change: _Change | None = None,
     ) -> None:  # fmt: skip
-        self.table, self.lengths, self.host, self.released = table, lengths, host, released
-        self.run, self.target = run, target
-        self.source = table.rows(run, slot)
+        self.table, self.lengths, self.source, self.target, self.change = table, lengths, source, target, change
 
     def carry_out(self) -> None:
         """Move the rows and give back the pages at the ends."""
-        table = self.table
-        if self.host is not None:
-            table._become(self.host, table.count)  # `released` are still readable
-        rows = table.rows(self.run, self.target)
-        for buffer in (table.space.keys, table.space.values):
-            copy_rows(buffer, buffer, rows, self.source)
-        if self.released is not None:
-            table.space.release(self.released)
-        table.trim(self.lengths)
+        if self.change is not None:
+            self.change.carry_out()
+        if self.source is not None and self.target is not None:
+            for buffer in (self.table.space.keys, self.table.space.values):
+                copy_rows(buffer, buffer, self.target, self.source)
+        self.table.trim(self.lengths)
 
     def undo(self) -> None:
         """Give back the pages that were taken for it."""
-        if self.host is not None:
-            new = self.host[self.host != self.table.host].to(torch.int64)
-            self.table.space.release(new)
+        if self.change is not None:
+            self.change.undo()

@@ -24,7 +24,7 @@ class PagedSegments(Segments):
     """The KV slots of one layer in pages of a pool.
 
     `copy.deepcopy` makes a fork: it shares all pages, and whoever writes to a shared page first copies it. Where memory
-    must be taken, `PoolFullError` says that the pool has too little; what is stored has not changed then.
+    must be taken, `PoolFullError` says that the pool has too little; what is stored has not changed by the call then.
     """
 
     table: PageTable
@@ -49,7 +49,7 @@ class PagedSegments(Segments):
         pool.join(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PagedSegments:
-        self.table.trim(self._layout.length)  # pages in reserve are not shared
+        self._give_back_reserve()  # it is not shared
         forked = memo[id(self)] = object.__new__(type(self))
         forked.__dict__.update(self.__dict__)
         forked.table = self.table.fork()
@@ -201,6 +201,11 @@ class PagedSegments(Segments):
         """What is known of `_next` no longer holds."""
         self._ahead = self._back = 0
 
+    def _give_back_reserve(self, spare: int = 0) -> None:
+        """Give back pages without slots, all but `spare` of each run: `_next` may be in one of them."""
+        self._lose_place()
+        self.table.trim(self._layout.length, spare)
+
     def _open(self, q: int) -> Tensor:
         """Rows of q new slots, int64 [R * q], where some of them begin a page; `_next` is then where q more are."""
         layout, size = self._layout, self.table.size
@@ -225,7 +230,7 @@ class PagedSegments(Segments):
         if steady and following is not None:  # the next slots are in the same pages as before
             self._next, self._ahead, self._back = following - count, ahead + count, back - count
         elif not self._layout.uniform or self.table.most > 1 + -(-self.max_length // self.table.size):
-            self.table.trim(self._layout.length, spare=1)
+            self._give_back_reserve(spare=1)
 
     def _move_one(self, target: int, source: int) -> None:
         table, size = self.table, self.table.size
@@ -273,10 +278,15 @@ class PagedSegments(Segments):
         index = index.to("cpu", torch.int64)
         if index.tolist() == list(range(self.batch)):
             return
+        if index.dim() != 1 or len(index) == 0 or bool(((index < 0) | (index >= self.batch)).any()):
+            super().select_sequences(index)  # refuses it
         former = (index[:, None] * self.heads + torch.arange(self.heads)).view(-1)
-        if len(index) and bool(((index >= 0) & (index < self.batch)).all()):  # else an error follows
+        self._give_back_reserve()  # it is not shared
+        change = self.table.select(former)
+        try:
             self._charge(self._layout.rows_for(self._layout.length[former]), runs=len(former))
-        self.table.trim(self._layout.length)  # pages in reserve are not shared
-        super().select_sequences(index)
-        self.table.select(former)
-        self._lose_place()
+            super().select_sequences(index)
+        except BaseException:
+            change.undo()
+            raise
+        change.carry_out()

@@ -128,9 +128,12 @@ class Pool:
     def collect(self) -> None:
         """Book what finalizers gave back."""
         while self._returned:
-            space, pages, side = self._returned.popleft()
-            self._side -= side
-            space.book_release(pages)
+            self._book(self._returned.popleft())
+
+    def _book(self, returned: tuple[PageSpace, Tensor, int]) -> None:
+        space, pages, side = returned
+        self._side -= side
+        space.book_release(pages)
 
     # ---- for owners of pages
 
@@ -146,13 +149,17 @@ class Pool:
             self._side += by
 
     def give_back(self, space: PageSpace, pages: Tensor, side: int) -> None:
-        """From a finalizer: at any time, in any thread, even while this thread holds the lock."""
-        self._returned.append((space, pages, side))
-        if self.lock.acquire(blocking=False):
-            try:
-                self.collect()
-            finally:
-                self.lock.release()
+        """From a finalizer: at any time, in any thread, even while this thread holds the lock.
+
+        Where memory moves, a write to it may be in progress: then it shrinks at the next call by the pool's thread.
+        """
+        if space.moves or not self.lock.acquire(blocking=False):
+            self._returned.append((space, pages, side))
+            return
+        try:
+            self._book((space, pages, side))
+        finally:
+            self.lock.release()
 
     def join(self, member: Any) -> None:
         """Count a member's slots in `use`, as long as it exists."""

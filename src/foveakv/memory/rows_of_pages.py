@@ -12,6 +12,7 @@ import os
 import sys
 
 import torch
+from torch import Tensor
 
 HUGE = 2**21  # bytes: reservations with larger parts ask for pages of this size, which are faster to read
 _RESERVE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
@@ -20,19 +21,19 @@ _RESERVE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE"
 class Rows:
     """Rows [N, width] of one dtype; `data` is replaced where rows are copied."""
 
-    moves = True  # whether `resize` copies
+    moves = True  # whether another size is a copy
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
         with torch.inference_mode(False):  # later steps may run outside of it and write here
             self.data = torch.empty(0, width, dtype=dtype, device=device)
 
-    def resize(self, rows: int) -> None:
-        """Copy into a buffer of that many rows; the first ones stay."""
+    def resized(self, rows: int) -> Tensor:
+        """A buffer of that many rows, with a copy of the first ones, to become `data`."""
         with torch.inference_mode(False):
             data = self.data.new_empty(rows, self.data.shape[1])
             kept = min(rows, len(self.data))
             data[:kept].copy_(self.data[:kept])
-        self.data = data
+        return data
 
     def drop(self, first: int, end: int) -> None:
         """Give back the memory of rows first to end - 1, whose contents are undefined afterwards."""
@@ -52,7 +53,7 @@ class ReservedRows(Rows):
         with torch.inference_mode(False):
             self.data = torch.frombuffer(self._memory, dtype=dtype, count=count).view(rows, width)
 
-    def resize(self, rows: int) -> None:
+    def resized(self, rows: int) -> Tensor:
         """Reserved once and for all."""
         raise NotImplementedError
 
