@@ -185,6 +185,7 @@ def test_after_a_failure() -> None:
         made.feed_inputs({"input_ids": torch.ones(2, 3, dtype=torch.long)})
     assert made.report == before
     made.feed_inputs(streamed.block("llava", 1))
+    before = made.report
     broken = streamed.block("llava", 2)
     with pytest.raises(ValueError, match="features"):
         made.feed_inputs(broken | {"pixel_values": broken["pixel_values"].repeat(2, 1, 1, 1)})
@@ -193,6 +194,11 @@ def test_after_a_failure() -> None:
     with pytest.raises(errors.CacheInUseError, match="open a new stream"):
         made.feed_inputs(streamed.block("llava", 3))
     assert "generate" not in vars(made.model)
+    after = made.report
+    assert (after.failed, before.failed, after.bytes, after.kept_frames) == (True, False, 0, ())
+    for name in ("frames", "tokens", "blocks", "highest_position", "positions"):
+        assert getattr(after, name) == getattr(before, name) > 0, name
+    assert str(after).startswith("failed after 2 frames")
 
 
 def test_refused_questions_change_nothing() -> None:

@@ -116,7 +116,8 @@ class FrameStream:
         self._units: list[tuple[int, int]] = []  # first and last column of every frame
         self._last_time: float | None = None
         self._blocks = 0
-        self._warned = self._failed = False
+        self._warned = False
+        self._failed: StreamReport | None = None  # what there was to say when a pass failed
 
     def feed(self, frames: Any, times: Sequence[float] | None = None, *, captions: Sequence[str] | None = None) -> None:
         """Read frames, in groups of `block`; each group is compressed when it has been read.
@@ -271,7 +272,9 @@ class FrameStream:
 
     @property
     def report(self) -> StreamReport:
-        """What the stream holds now: bytes, frames, positions."""
+        """What the stream holds now: bytes, frames, positions; of a stream that failed, what it had read."""
+        if self._failed is not None:
+            return self._failed
         cache = self.cache
         limit = positions_of(compat.text_config_of(self.model))
         if cache is None:
@@ -300,11 +303,15 @@ class FrameStream:
             if cache is None or (cache.forward_tokens is None and cache.seen == before):  # nothing was stored
                 self._session, self.method = session, method
             else:
-                self._failed, self._session = True, None  # frees its memory
+                self._session = None  # frees its memory
+                self._failed = StreamReport(
+                    0, cache.peak_nbytes, 0, len(self._units), (), before, self._blocks, 0, self._positions.highest,
+                    positions_of(compat.text_config_of(self.model)), failed=True,
+                )  # fmt: skip
             raise
 
     def _check(self) -> None:
-        if self._failed:
+        if self._failed is not None:
             raise CacheInUseError("an earlier block or kept answer of this stream failed; open a new stream")
 
     def _clock(self, count: int, times: Sequence[float] | None) -> list[float]:
