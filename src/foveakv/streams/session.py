@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import itertools
 import math
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -264,6 +265,21 @@ class FrameStream:
             self._positions = positions
             self._maker.answered(answer[cache.seen - before - ids.shape[1] :])
         return str(self._maker.tokenizer.decode(answer, skip_special_tokens=True)).strip()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the stream to a file, for `foveakv.load_stream`: its cache, its positions and its clock.
+
+        Needs the option `saveable=True`; see `foveakv.CompressedCache.save`.
+
+        Raises:
+            CacheInUseError: an earlier block failed.
+            InputError: nothing has been read.
+            UnsupportedModeError: the stream was opened without `saveable=True`.
+            StoreError: the file cannot be written.
+        """
+        from foveakv.streams.saved import save
+
+        save(self, path)
 
     @property
     def cache(self) -> CompressedCache | None:
