@@ -29,6 +29,7 @@ from foveakv.methods import Method
 from foveakv.methods import get as get_method
 from foveakv.methods.checks import choice, whole_number
 from foveakv.models.images import image_list
+from foveakv.streams import saving
 from foveakv.streams.blocks import BlockInputs, BlockMaker, FrameForm
 from foveakv.streams.report import StreamReport
 from foveakv.streams.video import read_video
@@ -277,9 +278,7 @@ class FrameStream:
             UnsupportedModeError: the stream was opened without `saveable=True`.
             StoreError: the file cannot be written.
         """
-        from foveakv.streams.saved import save
-
-        save(self, path)
+        saving.save(self, path)
 
     @property
     def cache(self) -> CompressedCache | None:

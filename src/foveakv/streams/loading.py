@@ -1,11 +1,7 @@
-"""Save a stream to a file, and resume it: `FrameStream.save`, `foveakv.load_stream`.
-
-The file is that of the stream's cache, with what the stream counts beside it in the header.
-"""
+"""Resume a stream that `FrameStream.save` has written: `foveakv.load_stream`."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from typing import Any
@@ -16,34 +12,10 @@ from foveakv.engines.transformers import saving
 from foveakv.engines.transformers.loading import load_cache
 from foveakv.engines.transformers.positions import Clip
 from foveakv.engines.transformers.session import resumed
-from foveakv.errors import FoveaKVError, InputError, StoreError
+from foveakv.errors import FoveaKVError, StoreError
 from foveakv.memory.pool import Pool
+from foveakv.streams.saving import ENTRY
 from foveakv.streams.session import FrameStream
-
-ENTRY = "stream"
-
-
-def save(stream: FrameStream, path: str | os.PathLike[str]) -> None:
-    """See `FrameStream.save`."""
-    stream._check()
-    if stream.cache is None:
-        raise InputError("this stream has read nothing yet; there is nothing to save")
-    positions, maker = stream._positions, stream._maker
-    counted = {
-        "block": stream._block,
-        "frames": maker.form,
-        "timestamps": maker.stamps,
-        "open": maker._open,
-        "pending": maker.pending,
-        "next": positions.next,
-        "highest": positions.highest,
-        "clip": None if positions._clip is None else dataclasses.asdict(positions._clip),
-        "units": stream._units,
-        "last_time": stream._last_time,
-        "blocks": stream._blocks,
-        "warned": stream._warned,
-    }
-    saving.save(stream.cache, path, {ENTRY: counted})
 
 
 def load_stream(path: str | os.PathLike[str], model: Any, processor: Any, *, pool: Pool | None = None) -> FrameStream:
