@@ -17,6 +17,7 @@ _HOME = {
     "Report": "foveakv.engines.transformers.report",
     "Pool": "foveakv.memory.pool",
     "load_cache": "foveakv.engines.transformers.loading",
+    "load_stream": "foveakv.streams",
     "stream": "foveakv.streams",
     "FrameStream": "foveakv.streams",
     "StreamReport": "foveakv.streams",
@@ -43,6 +44,7 @@ __all__ = [
     "compress",
     "load",
     "load_cache",
+    "load_stream",
     "read_images",
     "sample_prompt",
     "stream",
@@ -62,7 +64,7 @@ if TYPE_CHECKING:
     from foveakv.models.images import read_images
     from foveakv.models.inputs import build_inputs
     from foveakv.models.loading import load
-    from foveakv.streams import FrameStream, StreamReport, stream
+    from foveakv.streams import FrameStream, StreamReport, load_stream, stream
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import gc
 import itertools
@@ -19,7 +20,7 @@ import tiny_folder
 import torch
 
 import foveakv
-from foveakv import methods
+from foveakv import cache_for, methods
 from foveakv.engines.transformers.cache import CompressedCache
 from foveakv.engines.transformers.options import CacheOptions
 from foveakv.errors import UnsupportedModelError
@@ -31,6 +32,7 @@ from foveakv.serving.limits import Limits
 from foveakv.serving.prompts import PromptReader, stages
 from foveakv.serving.roster import Roster
 from foveakv.serving.sampling import Sampling
+from foveakv.serving.steps import Steps
 from foveakv.serving.transformers_engine import TransformersEngine
 
 TOKENS = 8
@@ -110,9 +112,9 @@ def test_greedy_and_sampled_answers_in_company(family: str) -> None:
     counted: list[int] = []
     decode = chunked._decode
 
-    def counting() -> None:
+    def counting(inside: bool = False) -> None:
         counted.append(sum(1 for job, _ in chunked.answering() if chunked._reading not in (None, job)))
-        decode()
+        decode(inside)
 
     chunked._decode = counting  # type: ignore[method-assign]
     sinks = [Collected() for _ in cases]
@@ -152,6 +154,27 @@ def test_a_model_whose_steps_cannot_be_joined() -> None:
         engine.submit(case, sink)
     assert [sink.texts() for sink in sinks] == expected
     engine.close()
+
+
+@pytest.mark.usefixtures("no_gradients")
+def test_caches_that_cannot_be_joined_leave_the_others_together() -> None:
+    """With preallocated slots a cache has passes of its own; the logits are those of each cache alone."""
+    model = families.build("llava", dtype=torch.float64)
+    steps, sizes = Steps(model), []
+    own = [cache_for(model, matrix.method("snapkv"), preallocate=8 if number == 1 else None) for number in range(3)]
+    for number, cache in enumerate(own):
+        model(**families.prompt("llava", 1, seed=number), past_key_values=cache)
+    other = [copy.deepcopy(cache) for cache in own]
+    handle = model.register_forward_pre_hook(
+        lambda module, args, given: sizes.append(len(given["input_ids"])), with_kwargs=True
+    )
+    together = steps.run(own, [5, 6, 7])
+    assert sizes == [2, 1]
+    handle.remove()
+    for cache, token, got in zip(other, [5, 6, 7], together, strict=True):
+        (alone,) = steps.run([cache], [token])
+        assert isinstance(got, torch.Tensor), got
+        assert torch.allclose(got, alone, atol=1e-6)  # type: ignore[arg-type]
 
 
 @dataclasses.dataclass

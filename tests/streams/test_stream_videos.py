@@ -166,3 +166,22 @@ def test_without_pyav(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(errors.MissingDependencyError, match=r"foveakv\[video\]"):
         list(read_video("clip.mp4"))
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl"])
+def test_a_saved_stream_goes_on_within_its_video(family: str, tmp_path: Path) -> None:
+    model, made = matrix.model(family, torch.float64), []
+    options: dict[str, Any] = {"budget": 30, "frames": "video", "block": 2, "saveable": True}
+    made.append(foveakv.stream(model, processor(family), **options))
+    made[0].feed(pictures(family, 4), [10 + 0.5 * i for i in range(4)])
+    made[0].save(tmp_path / "stream")
+    made.append(foveakv.load_stream(tmp_path / "stream", model, processor(family)))
+    seen = []
+    for each in made:
+        with streamed.passes(model) as inputs, streamed.recorded(model) as got:
+            each.feed(pictures(family, 3), [12.0, 12.5, 14.0])
+            each.ask("what?", max_new_tokens=3)
+        seen.append((inputs, got))
+    (one, first), (other, second) = seen
+    assert all(torch.equal(a["position_ids"], b["position_ids"]) for a, b in zip(one, other, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

@@ -12,6 +12,7 @@ import streamed
 import tiny_folder
 import torch
 from families.rows import Clip, Row
+from transformers import GenerationConfig
 
 import foveakv
 from foveakv import errors
@@ -184,6 +185,7 @@ def test_after_a_failure() -> None:
         made.feed_inputs({"input_ids": torch.ones(2, 3, dtype=torch.long)})
     assert made.report == before
     made.feed_inputs(streamed.block("llava", 1))
+    before = made.report
     broken = streamed.block("llava", 2)
     with pytest.raises(ValueError, match="features"):
         made.feed_inputs(broken | {"pixel_values": broken["pixel_values"].repeat(2, 1, 1, 1)})
@@ -192,3 +194,58 @@ def test_after_a_failure() -> None:
     with pytest.raises(errors.CacheInUseError, match="open a new stream"):
         made.feed_inputs(streamed.block("llava", 3))
     assert "generate" not in vars(made.model)
+    after = made.report
+    assert (after.failed, before.failed, after.bytes, after.kept_frames) == (True, False, 0, ())
+    for name in ("frames", "tokens", "blocks", "highest_position", "positions"):
+        assert getattr(after, name) == getattr(before, name) > 0, name
+    assert str(after).startswith("failed after 2 frames")
+
+
+def test_refused_questions_change_nothing() -> None:
+    """With keep=True too: whatever raises before a token is stored leaves the stream as it was."""
+    asked, silent = (streamed.opened("qwen2_5_vl", "infinipotv", 40) for _ in range(2))
+    for each in (asked, silent):
+        each.feed_inputs(streamed.block("qwen2_5_vl", 0))
+    with pytest.raises(errors.InputError, match="num_beams"):
+        asked.ask("what?", keep=True, num_beams=2)
+    with pytest.raises(errors.CacheInUseError, match="sequences"):
+        asked.ask("what?", keep=True, generation_config=GenerationConfig(num_beams=2))
+    with pytest.raises(ValueError, match="not_an_option"):
+        asked.ask("what?", keep=True, not_an_option=1)
+    for each in (asked, silent):
+        each.feed_inputs(streamed.block("qwen2_5_vl", 1))
+    assert asked.report == silent.report
+    assert asked.ask("what?", max_new_tokens=4) == silent.ask("what?", max_new_tokens=4)
+
+
+def test_a_first_block_that_fails_can_be_read_again() -> None:
+    made, plain = (streamed.opened("llava", "infinipotv", 40) for _ in range(2))
+    right = streamed.block("llava", 0)
+    with pytest.raises(ValueError, match="features"):
+        made.feed_inputs(right | {"pixel_values": right["pixel_values"].repeat(2, 1, 1, 1)})
+    assert made.report == foveakv.StreamReport(0, 0, 0, 0, (), 0, 0, 0, -1, made.report.positions)
+    for each in (made, plain):
+        each.feed_inputs(right)
+    assert made.report == plain.report
+
+
+def test_an_answer_ends_before_the_next_block() -> None:
+    """Blocks of one's own too come after the end of a kept answer, and a block that fails leaves it to the next."""
+    model, processor = matrix.model("llava"), tiny_folder.processor(chat=True)
+    made = foveakv.stream(model, processor, budget=50)
+    made.feed([tiny_folder.picture(0)])
+    made.ask("which?", keep=True, max_new_tokens=2)
+    pending = list(made._maker.pending)
+    assert len(pending) > 1
+    block = streamed.block("llava", 1, dtype=torch.float32)
+    with pytest.raises(errors.InputError, match="one sequence"):
+        made.feed_inputs({"input_ids": torch.ones(2, 3, dtype=torch.long)})
+    with pytest.raises(errors.InputError, match="not found"):
+        made.feed(["no.png"])
+    with streamed.passes(model) as inputs:
+        made.feed_inputs(block)
+        made.feed_inputs(block)
+    assert inputs[0]["input_ids"][0].tolist() == [*pending, *block["input_ids"][0].tolist()]
+    assert inputs[1]["input_ids"][0].tolist() == block["input_ids"][0].tolist()
+    assert made.report.highest_position == made.report.tokens - 1
+    assert made.report.frames == 3

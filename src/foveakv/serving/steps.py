@@ -26,19 +26,32 @@ class Steps:
         self._suppressed = torch.tensor(list(suppressed), dtype=torch.long)
 
     @staticmethod
-    def joinable(caches: Sequence[CompressedCache]) -> bool:
-        """Whether these caches share one forward pass; otherwise each has its own."""
-        return all(joined.problem(cache) is None for cache in caches)
+    def joinable(cache: CompressedCache) -> bool:
+        """Whether this cache shares a forward pass with others; otherwise it has its own."""
+        return joined.problem(cache) is None
 
     def run(self, caches: Sequence[CompressedCache], tokens: Sequence[int]) -> list[Tensor | Exception]:
         """Add one token to each cache, of one sequence; return what follows: logits [vocabulary], or why it failed.
 
-        When the pass itself fails, all of its caches have failed.
+        Caches that can be joined share one pass; when it fails as a whole, all of them have failed.
         """
+        together = [number for number, cache in enumerate(caches) if self.joinable(cache)]
+        shared = self._together([caches[number] for number in together], [tokens[number] for number in together])
+        found = dict(zip(together, shared, strict=True))
+        return [
+            found[number] if number in found else self._alone(cache, token)
+            for number, (cache, token) in enumerate(zip(caches, tokens, strict=True))
+        ]
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """Logits [..., vocabulary] as samplers take them: float32 on the CPU."""
+        scores = logits.float().cpu()
+        return scores.index_fill(-1, self._suppressed, float("-inf")) if len(self._suppressed) else scores
+
+    def _together(self, caches: Sequence[CompressedCache], tokens: Sequence[int]) -> list[Tensor | Exception]:
+        """One pass for all of these caches, which can be joined."""
         if not caches:
             return []
-        if not self.joinable(caches):
-            return [self._alone(cache, token) for cache, token in zip(caches, tokens, strict=True)]
         ids = torch.tensor([[token] for token in tokens], device=self.model.device)
         errors: dict[int, Exception] = {}
         try:
@@ -50,11 +63,6 @@ class Steps:
             return [error] * len(caches)
         rows = self.scores(logits[:, -1])
         return [errors.get(number, row) for number, row in enumerate(rows)]
-
-    def scores(self, logits: Tensor) -> Tensor:
-        """Logits [..., vocabulary] as samplers take them: float32 on the CPU."""
-        scores = logits.float().cpu()
-        return scores.index_fill(-1, self._suppressed, float("-inf")) if len(self._suppressed) else scores
 
     def _alone(self, cache: CompressedCache, token: int) -> Tensor | Exception:
         ids = torch.tensor([[token]], device=self.model.device)

@@ -45,8 +45,8 @@ class _StopReading(Exception):
 class TransformersEngine:
     """Runs requests on one model; see `foveakv.serving.engine.Engine`.
 
-    model, processor: from `foveakv.load`. The model must not be used elsewhere while the engine is open. chunk: prompts
-    with more tokens are read in chunks of so many, where the method can and there is memory to hold them whole. stall:
+    model, processor: from `foveakv.load`. The model must not be used elsewhere while the engine is open. chunk: tokens
+    of a chunk; longer prompts are read in chunks, where the method can and there is memory to hold them whole. stall:
     seconds that a prompt is read for between two decode steps of the others; longer where a step takes longer, so that
     reading gets at least half of the time.
     """
@@ -233,9 +233,7 @@ class TransformersEngine:
         if time.monotonic() - self._stepped < max(self._stall, self._step_seconds):
             return
         self._drop_ended()
-        # A cache that is not joined puts its M-RoPE offset on the model, where the outer pass has its own.
-        if not inside or self._steps.joinable([answer.cache for _, answer in self.answering() if answer.cache]):
-            self._decode()
+        self._decode(inside)
 
     def _check_fits(self, job: Job) -> None:
         """What is stored is known now, and replaces the estimate."""
@@ -251,9 +249,16 @@ class TransformersEngine:
 
     # ---- answers
 
-    def _decode(self) -> None:
-        """One decode step of all answers."""
+    def _decode(self, inside: bool = False) -> None:
+        """One decode step of all answers; inside another pass, of those whose caches can be joined.
+
+        A cache that is not joined puts its M-RoPE offset on the model, where the outer pass has its own.
+        """
         active = self.answering()
+        if inside:
+            active = [
+                (job, answer) for job, answer in active if answer.cache is not None and Steps.joinable(answer.cache)
+            ]
         if not active:
             return
         began = time.monotonic()

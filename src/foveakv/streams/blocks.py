@@ -25,16 +25,19 @@ class BlockInputs:
     """A block for `session.feed`.
 
     inputs: of the model, without masks and positions. times: seconds of every step of a video, None for images. units:
-    for each frame of the block, the image or step of a video that it is in, counted from 0.
+    for each frame of the block, the image or step of a video that it is in, counted from 0; None: every image or run of
+    video tokens is a frame.
     """
 
     inputs: dict[str, Any]
-    times: list[float] | None
-    units: list[int]
+    times: Sequence[float] | None
+    units: Sequence[int] | None
 
 
 class BlockMaker:
     """Makes the inputs of one stream's blocks and questions.
+
+    Making changes nothing; `was_read` and `answered` say what became of it.
 
     Attributes:
         steps: frames in one step of a video; 1 for images.
@@ -73,16 +76,15 @@ class BlockMaker:
 
     def frames(self, images: Sequence[Any], times: Sequence[float], captions: Sequence[str]) -> BlockInputs:
         """Make the inputs of a block of frames; times in seconds, one per frame; captions: texts before frames."""
-        pictures = [image if hasattr(image, "shape") else read_image(image) for image in images]
+        read = [image if hasattr(image, "shape") else read_image(image) for image in images]
         if self.form == "video":
-            return self._steps(pictures, times, captions)
+            return self._steps(read, times, captions)
         text = "" if self._began else self.parts.opening
         for time, caption in zip(times, captions, strict=True):
             text += (STAMP.format(time) if self.stamps else "") + caption + self.parts.image
-        inputs = process(self.processor, text, pictures, self.model, begins=not self._began)
+        inputs = process(self.processor, text, read, self.model, begins=not self._began)
         inputs.pop("attention_mask", None)
-        self._began = True
-        return BlockInputs(self._after_pending(inputs), None, list(range(len(pictures))))
+        return BlockInputs(inputs, None, list(range(len(read))))
 
     def question(self, text: str) -> Tensor:
         """The token ids of a question up to where its answer begins, what is pending included: int64 [1, n]."""
@@ -99,16 +101,23 @@ class BlockMaker:
         ended = last[-1:] == following[:1] and bool(self.ends)  # the template writes the end of the answer, too
         self.pending = [*last, *following[1 if ended else 0 :]]
 
-    def _after_pending(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """The inputs with the pending tokens before them."""
-        if self.pending:
-            before = torch.tensor([self.pending], device=inputs["input_ids"].device)
-            inputs["input_ids"] = torch.cat([before, inputs["input_ids"]], 1)
-            for name in ("mm_token_type_ids", "token_type_ids"):
-                if name in inputs:
-                    inputs[name] = torch.cat([torch.zeros_like(before), inputs[name]], 1)
-            self.pending = []
-        return inputs
+    def after_pending(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The inputs of a block, with the pending tokens before them."""
+        if not self.pending:
+            return inputs
+        before = torch.tensor([self.pending], device=inputs["input_ids"].device)
+        made = {**inputs, "input_ids": torch.cat([before, inputs["input_ids"]], 1)}
+        for name in ("mm_token_type_ids", "token_type_ids", "attention_mask"):
+            if inputs.get(name) is not None:
+                new = torch.full_like(before, int(name == "attention_mask"), dtype=inputs[name].dtype)
+                made[name] = torch.cat([new, inputs[name]], 1)
+        return made
+
+    def was_read(self, inputs: dict[str, Any]) -> None:
+        """This block is in the context now, and what was pending before it."""
+        self._began = True
+        self._open = self.form == "video" and int(inputs["input_ids"][0, -1]) == self.model.config.video_token_id
+        self.pending = []
 
     def _steps(self, images: list[Any], times: Sequence[float], captions: Sequence[str]) -> BlockInputs:
         """A block of a video: every `steps` frames are one step; the last frame is repeated to fill it."""
@@ -133,8 +142,6 @@ class BlockMaker:
                 ids += [*self._ids(STAMP.format(mean)), start, *[video] * tokens, end]
         else:
             ids += [*([] if self._open else [start]), *[video] * (tokens * steps)]
-            self._open = True
-        self._began = True
         device = self.model.device
         input_ids = torch.tensor([ids], device=device)
         pixels = _paired(made["pixel_values"], count + fill, size).to(device, self.model.dtype)
@@ -145,7 +152,7 @@ class BlockMaker:
             "video_grid_thw": grid.to(device),
         }
         units = [frame // size for frame in range(count)]
-        return BlockInputs(self._after_pending(inputs), means, units)
+        return BlockInputs(inputs, means, units)
 
     def _closed(self) -> list[int]:
         """The token that ends a video, if one is open."""

@@ -15,7 +15,8 @@ class StreamReport:
     frames of which some head of some layer still stores a token on the device; offloaded chunks do not count. tokens:
     tokens read, text included. blocks: blocks read. slots: (KV head, token) pairs that are stored, over all layers.
     highest_position, positions: the highest position so far, and the number of positions that the model was made for
-    (0: unknown).
+    (0: unknown). failed: whether a block or a kept answer failed: its cache has been dropped, and frames, tokens,
+    blocks and positions are those before it.
     """
 
     bytes: int
@@ -28,12 +29,18 @@ class StreamReport:
     slots: int
     highest_position: int
     positions: int
+    failed: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
         return {**vars(self), "kept_frames": list(self.kept_frames)}
 
     def __str__(self) -> str:
+        if self.failed:
+            return (
+                f"failed after {self.frames:,} frames, {self.tokens:,} tokens in {self.blocks:,} blocks; nothing is "
+                f"stored any more ({self.highest_bytes:,} bytes at most); open a new stream"
+            )
         shown = f"{len(self.kept_frames):,} of {self.frames:,} frames have a token left"
         return (
             f"{self.bytes:,} bytes now, {self.highest_bytes:,} at most"

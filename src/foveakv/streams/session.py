@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import itertools
 import math
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,8 @@ from foveakv.methods import Method
 from foveakv.methods import get as get_method
 from foveakv.methods.checks import choice, whole_number
 from foveakv.models.images import image_list
-from foveakv.streams.blocks import BlockMaker, FrameForm
+from foveakv.streams import saving
+from foveakv.streams.blocks import BlockInputs, BlockMaker, FrameForm
 from foveakv.streams.report import StreamReport
 from foveakv.streams.video import read_video
 
@@ -116,7 +118,8 @@ class FrameStream:
         self._units: list[tuple[int, int]] = []  # first and last column of every frame
         self._last_time: float | None = None
         self._blocks = 0
-        self._warned = self._failed = False
+        self._warned = False
+        self._failed: StreamReport | None = None  # what there was to say when a pass failed
 
     def feed(self, frames: Any, times: Sequence[float] | None = None, *, captions: Sequence[str] | None = None) -> None:
         """Read frames, in groups of `block`; each group is compressed when it has been read.
@@ -139,7 +142,7 @@ class FrameStream:
         for start in range(0, len(images), self._block):
             group = slice(start, start + self._block)
             made = self._maker.frames(images[group], clock[group], texts[group])
-            self.feed_inputs(made.inputs, made.times, units=made.units)
+            self._read(made)
             self._last_time = clock[group][-1]
 
     def feed_video(self, path: Any, *, fps: float = 1.0, start: float = 0.0) -> None:
@@ -179,18 +182,24 @@ class FrameStream:
         Raises:
             InputError: the inputs do not fit.
         """
+        self._read(BlockInputs(dict(inputs), times, units))
+
+    def _read(self, block: BlockInputs) -> None:
+        """Read a block, after what an answer left pending."""
         self._check()
-        inputs = dict(inputs)
+        times, units = block.times, block.units
+        first = prompt_map(self.model, block.inputs)
+        if "input_ids" not in block.inputs or first.batch != 1 or not bool(first.real.all()):
+            raise InputError("a stream reads the token ids of one sequence without padding")
+        inputs = dict(self._maker.after_pending(block.inputs))
         prompt = prompt_map(self.model, inputs)
-        if prompt.batch != 1 or not bool(prompt.real.all()):
-            raise InputError("a stream reads one sequence without padding")
         positions = copy.deepcopy(self._positions)
         inputs["position_ids"] = positions.block(inputs, times)
-        session = self._opened(inputs, steps=None if times is None else len(times))
-        first = 0 if self.cache is None else self.cache.seen
-        with self._changing(), session:
+        before = 0 if self.cache is None else self.cache.seen
+        with self._changing(), self._opened(inputs, steps=None if times is None else len(times)) as session:
             session.feed(**inputs)
         self._positions = positions
+        self._maker.was_read(inputs)
         self._blocks += 1
         columns = torch.nonzero(prompt.visual[0]).flatten()
         numbers = frames_of(prompt, getattr(self.method, "frame_tokens", None))[0][0, columns]
@@ -198,7 +207,7 @@ class FrameStream:
         wanted = range(len(runs)) if units is None else units
         if units is not None and len(runs) != max(units) + 1:  # images that touch, or are in pieces
             runs = list(columns.chunk(max(units) + 1))
-        self._units += [(first + int(runs[unit][0]), first + int(runs[unit][-1])) for unit in wanted]
+        self._units += [(before + int(runs[unit][0]), before + int(runs[unit][-1])) for unit in wanted]
         limit = positions_of(compat.text_config_of(self.model))
         # Where positions are the number of tokens, the cache warns.
         if positions.clock is not None and 0 < limit <= positions.highest and not self._warned:
@@ -206,7 +215,7 @@ class FrameStream:
             warnings.warn(
                 f"the stream has reached position {positions.highest}, and this model was made for {limit}: its "
                 "answers may be wrong from here on; open a new stream",
-                stacklevel=2,
+                stacklevel=3,
             )
 
     def ask(self, question: str, *, keep: bool = False, max_new_tokens: int = 64, **generate: Any) -> str:
@@ -226,15 +235,20 @@ class FrameStream:
 
         Raises:
             CacheInUseError: an earlier block failed.
-            InputError: nothing has been read, or the question is empty.
+            InputError: nothing has been read, the question is empty, or several beams or answers are asked for.
+
+        What raises before a token of the question is stored changes nothing.
         """
         self._check()
         if self._session is None or self.cache is None:
             raise InputError("this stream has read nothing yet; feed frames first")
         if not question.strip():
             raise InputError("the question is empty")
+        for name in ("num_beams", "num_return_sequences"):
+            if generate.get(name) not in (None, 1):
+                raise InputError(f"a stream is one sequence, so {name} must be 1; leave it out")
         cache = self.cache if keep else copy.deepcopy(self.cache)
-        positions = self._positions if keep else copy.deepcopy(self._positions)
+        positions = copy.deepcopy(self._positions)
         ids = self._maker.question(question)
         before = cache.seen
         mask = torch.ones(1, before + ids.shape[1], dtype=torch.long, device=ids.device)
@@ -249,8 +263,22 @@ class FrameStream:
         answer = sequence[0, ids.shape[1] :].tolist()
         if keep:
             positions.text(cache.seen - before - ids.shape[1])
+            self._positions = positions
             self._maker.answered(answer[cache.seen - before - ids.shape[1] :])
         return str(self._maker.tokenizer.decode(answer, skip_special_tokens=True)).strip()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the stream to a file, for `foveakv.load_stream`: its cache, its positions and its clock.
+
+        Needs the option `saveable=True`; see `foveakv.CompressedCache.save`.
+
+        Raises:
+            CacheInUseError: an earlier block failed.
+            InputError: nothing has been read.
+            UnsupportedModeError: the stream was opened without `saveable=True`.
+            StoreError: the file cannot be written.
+        """
+        saving.save(self, path)
 
     @property
     def cache(self) -> CompressedCache | None:
@@ -259,7 +287,9 @@ class FrameStream:
 
     @property
     def report(self) -> StreamReport:
-        """What the stream holds now: bytes, frames, positions."""
+        """What the stream holds now: bytes, frames, positions; of a stream that failed, what it had read."""
+        if self._failed is not None:
+            return self._failed
         cache = self.cache
         limit = positions_of(compat.text_config_of(self.model))
         if cache is None:
@@ -279,13 +309,24 @@ class FrameStream:
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Around a pass that changes the stream: one that fails leaves it in no state to go on from."""
-        self._failed = True
-        yield
-        self._failed = False
+        """Around a pass that changes the stream: one that fails after it has begun leaves no state to go on from."""
+        cache, session, method = self.cache, self._session, self.method
+        before = 0 if cache is None else cache.seen
+        try:
+            yield
+        except BaseException:
+            if cache is None or (cache.forward_tokens is None and cache.seen == before):  # nothing was stored
+                self._session, self.method = session, method
+            else:
+                self._session = None  # frees its memory
+                self._failed = StreamReport(
+                    0, cache.peak_nbytes, 0, len(self._units), (), before, self._blocks, 0, self._positions.highest,
+                    positions_of(compat.text_config_of(self.model)), failed=True,
+                )  # fmt: skip
+            raise
 
     def _check(self) -> None:
-        if self._failed:
+        if self._failed is not None:
             raise CacheInUseError("an earlier block or kept answer of this stream failed; open a new stream")
 
     def _clock(self, count: int, times: Sequence[float] | None) -> list[float]:

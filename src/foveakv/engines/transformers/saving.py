@@ -32,13 +32,16 @@ NOT_SAVED = (
     "layers", "layer_class_to_replicate", "offloading", "config", "method", "options", "storage", "owner", "hold",
     "preallocated", "backend", "max_decode_slots", "kv_dtype", "residual_length", "trace_wanted", "trace", "clock",
     "stream", "block", "forward_tokens", "last_chunk", "_prefilling", "_started", "_new_positions", "only_non_sliding",
-    "prefetch_stream",
+    "prefetch_stream", "_is_user_defined",
 )  # fmt: skip
 _NOT_OF_LAYERS = ("_cache", "_dense", "_queries", "_first_pass")
 
 
-def save(cache: Any, path: str | os.PathLike[str]) -> None:
-    """See `CompressedCache.save`; cache: a `CompressedCache`, whose module imports this one."""
+def save(cache: Any, path: str | os.PathLike[str], more: dict[str, Any] | None = None) -> None:
+    """See `CompressedCache.save`; cache: a `CompressedCache`, whose module imports this one.
+
+    more: further entries of the header, which loading the cache does not read.
+    """
     if cache.contents is None:
         raise UnsupportedModeError(
             "this cache has not recorded what it read, so its file could be loaded for another prompt; make it with "
@@ -62,6 +65,7 @@ def save(cache: Any, path: str | os.PathLike[str]) -> None:
     }
     ids = cache.contents.ids()
     header = {
+        **(more or {}),
         "format": FORMAT,
         "key": _key(cache),
         "inputs": cache.contents.inputs,

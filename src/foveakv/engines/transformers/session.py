@@ -214,6 +214,13 @@ class Session:
         )
 
 
+def resumed(model: compat.PreTrainedModel, cache: CompressedCache) -> Session:
+    """A session that goes on with a cache of `model`, as if it had made it."""
+    made = Session(model, cache.method, cache.options)
+    made._state.caches.append(cache)
+    return made
+
+
 def check_method(method: Any) -> None:
     """Raises `MethodError` unless `method` is a method object."""
     if not isinstance(method, Method):
