@@ -195,7 +195,8 @@ def _begin(attached: Attachment, call: Call, cache: CompressedCache, kwargs: dic
         attached.set_model_state(cache.model_state)
     note_places(cache, kwargs)
     ids = _ids(kwargs)
-    new, total = ids.shape[1], _total(attached, call, cache)
+    new = ids.shape[1]
+    total = _total(attached, call, cache, new)
     _check_mask(cache, kwargs.get("attention_mask"), new, None if cache.compresses_chunks else total)
     block = _block(attached, call, cache, new, total)
     if block is not None and not call.generating and block.total is not None and (session := attached.session()):
@@ -246,7 +247,8 @@ def _check_mask(cache: CompressedCache, mask: Any, new: int, total: int | None) 
 
 def _drafted(attached: Attachment, call: Call, cache: CompressedCache, kwargs: dict[str, Any]) -> int:
     """The number of tokens after the prompt, or after a later turn, in the pass that completes it."""
-    total, new = _total(attached, call, cache), _ids(kwargs).shape[1]
+    new = _ids(kwargs).shape[1]
+    total = _total(attached, call, cache, new)
     if total is not None and 0 < call.began == cache.seen and new >= total:
         raise UnsupportedModeError(
             f"transformers {compat.VERSION} reads the whole context again when assisted decoding continues a cache; "
@@ -258,12 +260,12 @@ def _drafted(attached: Attachment, call: Call, cache: CompressedCache, kwargs: d
     return 0 if total is None else max(0, cache.seen + new - total)
 
 
-def _total(attached: Attachment, call: Call, cache: CompressedCache) -> int | None:
+def _total(attached: Attachment, call: Call, cache: CompressedCache, new: int) -> int | None:
     """The number of tokens at which the prompt of a pass is complete; None: with the pass itself."""
     if call.generating:
         return call.prompt_total if call.caches[:1] == [cache] else None  # a second branch reads its prompt at once
     session = attached.session()
-    return None if session is None else session.prompt_total
+    return None if session is None else session.total_for(cache, new)
 
 
 def _ids(kwargs: dict[str, Any]) -> Tensor:
