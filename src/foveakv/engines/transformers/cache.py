@@ -40,6 +40,13 @@ from foveakv.methods.base import Method
 from foveakv.methods.views import PromptEndView, PromptView, State
 
 
+# What `begin_forward` changes; a pass that cannot begin leaves it as it was.
+_SET_BY_BEGIN = (
+    "prompt", "context", "_request", "state", "undecided", "block", "block_peak", "turn_start", "first_columns",
+    "first_lengths", "last_chunk", "kinds_known", "_prefilling", "forward_tokens",
+)  # fmt: skip
+
+
 class CompressedCache(CacheFacts):
     """A transformers cache whose full-attention layers are compressed by a method.
 
@@ -236,6 +243,10 @@ class CompressedCache(CacheFacts):
             mask: [B, >= new], 0 at padding; or None, or a mask that the caller prepared.
             kinds_known: False if the inputs do not say which tokens are visual.
             block: what the pass reads, if a block of a context that has further ones.
+
+        Raises:
+            CacheInUseError, UnsupportedModeError, NoVisualTokensError, MethodError: the pass cannot begin; the cache
+                is as before. So it is after any other error of the method, and after an interrupt.
         """
         if self.forward_tokens is not None:
             raise CacheInUseError(
@@ -248,23 +259,28 @@ class CompressedCache(CacheFacts):
             self.clock.check_room(new)
         if prompt is not None:  # before the prefill asks for the fused sums: every request then computes alike
             kernels.prepare(prompt.kinds.device, itemsize=itemsize, backend=self.backend)
-        self._prefilling = not self.prefilled
-        before = self.prompt, self._request, self.state, self.context, self.turn_start, self.undecided
+        before = {name: value for name, value in vars(self).items() if name in _SET_BY_BEGIN}
+        passes = None if self.trace is None else len(self.trace)
         try:
+            self._prefilling = not self.prefilled
             if prompt is not None:
                 self.kinds_known = self.kinds_known and kinds_known
                 self.block_peak = 0 if self.prefilled else self.block_peak
                 contexts.begin(self, prompt, itemsize, new, total, block, mask)
+            if self.trace is not None:
+                self.trace.append({})
+            warn_beyond_positions(self.config, self.seen, new)
+            if self.clock is not None:
+                self.clock.begin(new, mask if isinstance(mask, Tensor) and mask.ndim == 2 else None)
+            self._started = time.perf_counter()
+            self.forward_tokens = new
         except BaseException:
-            self.prompt, self._request, self.state, self.context, self.turn_start, self.undecided = before
+            vars(self).update(before)
+            if self.clock is not None:
+                self.clock.running = False
+            if self.trace is not None:
+                del self.trace[passes:]
             raise
-        if self.trace is not None:
-            self.trace.append({})
-        if self.clock is not None:
-            self.clock.begin(new, mask if isinstance(mask, Tensor) and mask.ndim == 2 else None)
-        warn_beyond_positions(self.config, self.seen, new)
-        self.forward_tokens = new
-        self._started = time.perf_counter()
 
     def end_forward(self, model_state: list[Any]) -> None:
         """Finish a forward pass; `model_state` is what the model stores on itself (M-RoPE offsets)."""

@@ -22,7 +22,7 @@ from foveakv.engines.transformers.calls import Call, SessionState, new_cache
 from foveakv.engines.transformers.contents import digests_of
 from foveakv.engines.transformers.joined import JoinedCache
 from foveakv.engines.transformers.joined_forward import run_joined
-from foveakv.engines.transformers.joined_positions import note_places
+from foveakv.engines.transformers.joined_positions import noted_places
 from foveakv.engines.transformers.masks import check_prepared
 from foveakv.engines.transformers.preallocated import padding_mask
 from foveakv.engines.transformers.second_pass import FirstPass
@@ -193,20 +193,20 @@ def _begin(attached: Attachment, call: Call, cache: CompressedCache, kwargs: dic
         raise UnsupportedModeError("a compiled step needs position_ids; `generate` passes them, pass yours too")
     if not call.generating:
         attached.set_model_state(cache.model_state)
-    note_places(cache, kwargs)
-    ids = _ids(kwargs)
+    placed, ids = noted_places(cache, kwargs), _ids(kwargs)
     new = ids.shape[1]
     total = _total(attached, call, cache, new)
     _check_mask(cache, kwargs.get("attention_mask"), new, None if cache.compresses_chunks else total)
     block = _block(attached, call, cache, new, total)
-    if block is not None and not call.generating and block.total is not None and (session := attached.session()):
-        session.prompt_from = block.began
     prompt = None if cache.prefilled and block is None else prompt_map(model, kwargs)
     known = kwargs.get("input_ids") is not None or kwargs.get("mm_token_type_ids") is not None
     cache.begin_forward(
         new, prompt, total, model.dtype.itemsize, batch=len(ids), mask=kwargs.get("attention_mask"), kinds_known=known,
         block=block,
     )  # fmt: skip
+    cache.placed = placed  # only now: a pass that is refused changes nothing
+    if block is not None and not call.generating and block.total is not None and (session := attached.session()):
+        session.prompt_from = block.began
 
 
 def _block(attached: Attachment, call: Call, cache: CompressedCache, new: int, total: int | None) -> Reads | None:
