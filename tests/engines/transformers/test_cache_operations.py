@@ -140,3 +140,22 @@ def test_a_pass_that_does_not_begin_changes_nothing(why: str, monkeypatch: pytes
     assert [name for name in before if after[name] is not before[name] and after[name] != before[name]] == []
     ours, theirs = (model(input_ids=ids, **turn, **{argument: each}).logits for each in (cache, twin))
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("change", ["reorder_cache", "batch_select_indices", "batch_repeat_interleave", "crop"])
+def test_a_change_that_fails_half_way_is_the_end_of_a_cache(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, argument = matrix.model("llama", torch.float64), matrix.cache_argument("llama")
+    cache = foveakv.cache_for(model, matrix.method("snapkv"))
+    model(input_ids=torch.tensor([families.words(30, 0)]), **{argument: cache})
+    model(input_ids=torch.tensor([[11]]), **{argument: cache})
+
+    def full(*unused: Any) -> None:
+        raise errors.PoolFullError("full")
+
+    monkeypatch.setattr(cache.layers[1], change, full)
+    with pytest.raises(errors.PoolFullError):
+        getattr(cache, change)({"crop": -1, "batch_repeat_interleave": 2}.get(change, torch.tensor([0])))
+    with pytest.raises(errors.CacheInUseError, match="half way"):
+        model(input_ids=torch.tensor([[12]]), **{argument: cache})
+    with pytest.raises(errors.CacheInUseError):
+        cache.fork()

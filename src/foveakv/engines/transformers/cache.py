@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -32,6 +33,8 @@ from foveakv.engines.transformers.sizes import head_dim, warn_beyond_positions
 from foveakv.engines.transformers.stream import Stream
 from foveakv.errors import (
     CacheInUseError,
+    FoveaKVError,
+    PoolFullError,
     UnsupportedModeError,
     UnsupportedModelError,
 )
@@ -168,7 +171,8 @@ class CompressedCache(CacheFacts):
                 layer.check_crop(remove)
         self.note_peak()
         before = self.seen
-        super().crop(tokens_to_remove)
+        with self._changing():
+            super().crop(tokens_to_remove)
         if self.context is not None and self.context.columns > self.seen:
             self.context = PromptMap(self.context.kinds[:, : self.seen], self.context.index[:, : self.seen])
         if self.contents is not None:
@@ -178,20 +182,34 @@ class CompressedCache(CacheFacts):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder sequences for beam search: sequence b becomes the former sequence `beam_idx[b]`."""
-        super().reorder_cache(beam_idx)
-        self._select(beam_idx)
+        with self._changing():
+            super().reorder_cache(beam_idx)
+            self._select(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the sequences `indices`."""
-        super().batch_select_indices(indices)
-        if self.prompt is not None:
-            self._select(torch.arange(self.prompt.batch, device=indices.device)[indices])
+        with self._changing():
+            super().batch_select_indices(indices)
+            if self.prompt is not None:
+                self._select(torch.arange(self.prompt.batch, device=indices.device)[indices])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times."""
-        super().batch_repeat_interleave(repeats)
-        if self.prompt is not None:
-            self._select(torch.arange(self.prompt.batch).repeat_interleave(repeats))
+        with self._changing():
+            super().batch_repeat_interleave(repeats)
+            if self.prompt is not None:
+                self._select(torch.arange(self.prompt.batch).repeat_interleave(repeats))
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Around a change of all layers: a cache that it left half-changed is refused from then on, as after a pass."""
+        try:
+            yield
+        except BaseException as error:
+            # Refusals of this library come before the change; a pool may be full in any layer.
+            if isinstance(error, PoolFullError) or not isinstance(error, FoveaKVError):
+                self.forward_tokens = 0
+            raise
 
     def _select(self, index: Tensor) -> None:
         self.placed.select(index)
@@ -250,7 +268,7 @@ class CompressedCache(CacheFacts):
         """
         if self.forward_tokens is not None:
             raise CacheInUseError(
-                "an earlier forward pass with this cache failed before it was complete; start again with a new cache"
+                "an earlier forward pass with this cache, or a change of its sequences, failed half way; start again with a new cache"
             )
         segments = self.compressed[0].segments
         if segments is not None and batch is not None and batch != segments.batch:
