@@ -113,11 +113,18 @@ class Unpacker:
         return made
 
 
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"unknown dtype {name!r}")
+    return found
+
+
 _KINDS: dict[str, Callable[[Unpacker, Any], Any]] = {
     "tensor": lambda unpacker, content: unpacker.tensors[content],
     "on_device": lambda unpacker, content: unpacker.tensors[content].to(unpacker.device),
     "float": lambda unpacker, content: float(content),
-    "dtype": lambda unpacker, content: getattr(torch, content),
+    "dtype": lambda unpacker, content: _dtype(content),
     "device": lambda unpacker, content: unpacker.device,
     "tuple": lambda unpacker, content: tuple(unpacker.unpack(each) for each in content),
     "dict": lambda unpacker, content: {unpacker.unpack(k): unpacker.unpack(v) for k, v in content},

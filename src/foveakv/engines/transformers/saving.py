@@ -33,7 +33,7 @@ NOT_SAVED = (
     "stream", "block", "forward_tokens", "last_chunk", "_prefilling", "_started", "_new_positions", "only_non_sliding",
     "prefetch_stream",
 )  # fmt: skip
-_NOT_OF_LAYERS = ("_cache", "_dense", "_queries", "_first_pass")
+NOT_OF_LAYERS = ("_cache", "_dense", "_queries", "_first_pass")
 
 
 def save(cache: Any, path: str | os.PathLike[str]) -> None:
@@ -110,7 +110,7 @@ def _key(cache: Any) -> dict[str, Any]:
 
 def _layer_contents(layer: Any) -> dict[str, Any]:
     """What is saved of a layer, transformers' own included: all but what is derived or belongs to its cache."""
-    return {name: value for name, value in vars(layer).items() if name not in _NOT_OF_LAYERS}
+    return {name: value for name, value in vars(layer).items() if name not in NOT_OF_LAYERS}
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
