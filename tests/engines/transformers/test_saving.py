@@ -71,7 +71,7 @@ def test_quantized_slots_and_pages(name: str, options: dict[str, Any], tmp_path:
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_vl", "llama", "qwen3_5"])
 def test_other_layers_beams_and_padding(family: str, tmp_path: Path) -> None:
-    """Sliding windows and states of linear attention are saved too, and so are batches whose sequences were reordered."""
+    """Sliding windows, states of linear attention and batches are saved, also those whose sequences were reordered."""
     model, batch = matrix.model(family, torch.float64), families.batch(family, dtype=torch.float64)
     cache = foveakv.cache_for(model, matrix.method("snapkv"), saveable=True)
     name = matrix.cache_argument(family)

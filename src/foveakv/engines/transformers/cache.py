@@ -42,7 +42,6 @@ from foveakv.memory import quantizer
 from foveakv.methods.base import Method
 from foveakv.methods.views import PromptEndView, PromptView, State
 
-
 # What `begin_forward` changes; a pass that cannot begin leaves it as it was.
 _SET_BY_BEGIN = (
     "prompt", "context", "_request", "state", "undecided", "block", "block_peak", "turn_start", "first_columns",
@@ -268,7 +267,8 @@ class CompressedCache(CacheFacts):
         """
         if self.forward_tokens is not None:
             raise CacheInUseError(
-                "an earlier forward pass with this cache, or a change of its sequences, failed half way; start again with a new cache"
+                "an earlier forward pass with this cache, or a change of its sequences, failed half way; start again "
+                "with a new cache"
             )
         segments = self.compressed[0].segments
         if segments is not None and batch is not None and batch != segments.batch:
@@ -293,7 +293,7 @@ class CompressedCache(CacheFacts):
             self._started = time.perf_counter()
             self.forward_tokens = new
         except BaseException:
-            vars(self).update(before)
+            self.__dict__.update(before)
             if self.clock is not None:
                 self.clock.running = False
             if self.trace is not None:
