@@ -272,3 +272,10 @@ def test_images_of_generate_are_recorded(family: str, tmp_path: Path) -> None:
     other = {**inputs, "pixel_values": inputs["pixel_values"] + 1}
     with pytest.raises(errors.InputError, match="pixel_values"):
         foveakv.load_cache(tmp_path / "cache", model, inputs=other)
+
+
+def test_chunks_on_disk_are_in_memory_after_loading(tmp_path: Path) -> None:
+    model, inputs, cache = start("llava", matrix.method("hybridkv", store="disk"))
+    cache.save(tmp_path / "cache")
+    loaded = foveakv.load_cache(tmp_path / "cache", model, inputs=inputs)
+    assert torch.equal(go_on("llava", model, loaded, 3), go_on("llava", model, cache, 3))

@@ -24,6 +24,7 @@ from foveakv.memory.segments import Segments
 from foveakv.methods.views import State
 
 _ROOMS = ("foveakv.core.", "foveakv.memory.", "foveakv.methods.", "foveakv.engines.transformers.")
+_CLASSES = ("ChunkStore", "Digests", "Placed")  # that are neither dataclasses nor states
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -147,7 +148,10 @@ def find_class(name: str) -> type | None:
         found = getattr(sys.modules.get(module), attribute, None)
         if not (isinstance(found, type) and issubclass(found, State)):
             return None
-    return found if isinstance(found, type) and found.__module__ == module else None
+    if not isinstance(found, type) or found.__module__ != module:
+        return None
+    known = dataclasses.is_dataclass(found) or issubclass(found, State) or found.__name__ in _CLASSES
+    return found if known else None
 
 
 def _contents(value: Any) -> dict[str, Any]:
