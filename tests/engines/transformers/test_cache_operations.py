@@ -14,6 +14,7 @@ from modes import inputs_of, unmasked
 
 import foveakv
 from foveakv import errors
+from foveakv.engines.transformers import cache as cache_module
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -97,3 +98,64 @@ def test_a_copy_made_under_inference_mode_goes_on_outside() -> None:
     with torch.no_grad():
         logits = [model(input_ids=torch.tensor([[11]]), **{argument: c}).logits for c in (twin, cache)]
     assert torch.equal(*logits)
+
+
+def test_position_ids_of_one_row_hold_for_all_sequences() -> None:
+    model, argument = matrix.model("llama", torch.float64), matrix.cache_argument("llama")
+    ids = torch.tensor([families.words(30, 0), families.words(30, 1)])
+    cache = foveakv.cache_for(model, matrix.method("snapkv"))
+    model(input_ids=ids, position_ids=torch.arange(30)[None], **{argument: cache})
+    cache.reorder_cache(torch.tensor([1, 0]))
+    assert cache.placed.shift.tolist() == [0, 0]
+    cache.batch_select_indices(torch.tensor([1]))
+    assert cache.placed.shift.tolist() == [0]
+
+
+def state_of(cache: Any) -> dict[str, Any]:
+    """What a cache is, for comparisons of before and after; tensors and maps are replaced and never written to."""
+    own = {name: value for name, value in vars(cache).items() if name != "_started"}
+    return {**own, "passes": None if cache.trace is None else len(cache.trace), **vars(cache.placed)}
+
+
+@pytest.mark.parametrize("why", ["sequences", "interrupt", "warning"])
+def test_a_pass_that_does_not_begin_changes_nothing(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later turn: refused, interrupted after the method has begun it, or stopped by a warning that is an error."""
+    model, argument = matrix.model("llama", torch.float64), matrix.cache_argument("llama")
+    cache = foveakv.cache_for(model, matrix.method("snapkv"), trace=True)
+    model(input_ids=torch.tensor([families.words(30, 0)]), **{argument: cache})
+    twin, turn = copy.deepcopy(cache), {"position_ids": torch.arange(50, 54)[None]}
+    before, ids = state_of(cache), torch.tensor([[11, 12, 13, 14]])
+    with monkeypatch.context() as patch:
+        error: Any = errors.CacheInUseError
+        if why != "sequences":
+            error = KeyboardInterrupt if why == "interrupt" else UserWarning
+
+            def fail(*unused: Any) -> None:
+                raise error
+
+            patch.setattr(cache_module, "warn_beyond_positions", fail)
+        with pytest.raises(error):
+            model(input_ids=ids.expand(2 if why == "sequences" else 1, 4), **turn, **{argument: cache})
+    after = state_of(cache)
+    assert [name for name in before if after[name] is not before[name] and after[name] != before[name]] == []
+    ours, theirs = (model(input_ids=ids, **turn, **{argument: each}).logits for each in (cache, twin))
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("change", ["reorder_cache", "batch_select_indices", "batch_repeat_interleave", "crop"])
+def test_a_change_that_fails_half_way_is_the_end_of_a_cache(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, argument = matrix.model("llama", torch.float64), matrix.cache_argument("llama")
+    cache = foveakv.cache_for(model, matrix.method("snapkv"))
+    model(input_ids=torch.tensor([families.words(30, 0)]), **{argument: cache})
+    model(input_ids=torch.tensor([[11]]), **{argument: cache})
+
+    def full(*unused: Any) -> None:
+        raise errors.PoolFullError("full")
+
+    monkeypatch.setattr(cache.layers[1], change, full)
+    with pytest.raises(errors.PoolFullError):
+        getattr(cache, change)({"crop": -1, "batch_repeat_interleave": 2}.get(change, torch.tensor([0])))
+    with pytest.raises(errors.CacheInUseError, match="half way"):
+        model(input_ids=torch.tensor([[12]]), **{argument: cache})
+    with pytest.raises(errors.CacheInUseError):
+        cache.fork()

@@ -75,3 +75,18 @@ def test_a_prompt_in_pieces_by_hand(name: str) -> None:
         last = model(input_ids=torch.tensor([[11]]), **pieces)
         assert torch.equal(session.kept(2), kept)
     assert largest_difference([output.logits[:, -1:], last.logits], [w.logits[:, -1:] for w in want]) < 1e-6
+
+
+def test_another_cache_decodes_between_the_pieces() -> None:
+    """Its tokens are no blocks, though its context is shorter than the prompt that is read."""
+    model, argument = matrix.model("llama", torch.float64), matrix.cache_argument("llama")
+    ids, token = families.prompt("llama")["input_ids"], torch.tensor([[11]])
+    other = foveakv.cache_for(model, matrix.method("snapkv"))
+    model(input_ids=ids[:, :20], **{argument: other})
+    pieces: dict[str, Any] = {}
+    with foveakv.compress(model, matrix.method("snapkv")) as session, session.chunked_prefill(ids.shape[1]):
+        for piece in ids.split(13, 1):
+            pieces = {argument: matrix.cache_of(model(input_ids=piece, use_cache=True, **pieces))}
+            model(input_ids=token, **{argument: other})
+    assert [block.kind for block in other.blocks] == ["prompt"]
+    assert [block.kind for block in session.cache.blocks] == ["prompt"]

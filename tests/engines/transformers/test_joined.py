@@ -305,3 +305,13 @@ def test_models_with_other_state_are_refused() -> None:
         model(**inputs, **{name: cache})
     with pytest.raises(UnsupportedModelError, match="one cache at a time"):
         JoinedCache([cache])
+
+
+def test_embeddings_of_a_batch_are_recorded() -> None:
+    model = matrix.model("llama", torch.float64)
+    ids = torch.tensor([families.words(20, 0), families.words(20, 1)])
+    cache = foveakv.cache_for(model, matrix.method("snapkv"), saveable=True)
+    model(input_ids=ids, **{matrix.cache_argument("llama"): cache})
+    embeds = model.get_input_embeddings()(torch.tensor([[11], [12]]))
+    model(inputs_embeds=embeds, **{matrix.cache_argument("llama"): JoinedCache([cache])})
+    assert cache.token_ids[:, -1].tolist() == [-1, -1]

@@ -69,9 +69,9 @@ def test_quantized_slots_and_pages(name: str, options: dict[str, Any], tmp_path:
     assert torch.equal(go_on("llava", model, loaded, 40), go_on("llava", model, cache, 40))
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl", "llama"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl", "llama", "qwen3_5"])
 def test_other_layers_beams_and_padding(family: str, tmp_path: Path) -> None:
-    """Sliding windows are saved too, and so are batches whose sequences were reordered."""
+    """Sliding windows, states of linear attention and batches are saved, also those whose sequences were reordered."""
     model, batch = matrix.model(family, torch.float64), families.batch(family, dtype=torch.float64)
     cache = foveakv.cache_for(model, matrix.method("snapkv"), saveable=True)
     name = matrix.cache_argument(family)
@@ -225,6 +225,42 @@ def test_methods_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert loaded.method == Mine(size=4)
 
 
+def test_a_method_that_is_not_registered_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setitem(registry._REGISTERED, "saved_method", Mine)
+        model, inputs, cache = start("llava", Mine(size=4))
+        cache.save(tmp_path / "cache")
+    registry._REGISTERED.pop("saved_method", None)
+    assert foveakv.load_cache(tmp_path / "cache", model, inputs=inputs, method=Mine(size=4)).method == Mine(size=4)
+
+
+def test_attributes_that_are_no_data_are_refused(tmp_path: Path) -> None:
+    model, _, cache = start("llava", matrix.method("snapkv"))
+    path = tmp_path / "cache"
+    for where, name, value in (("cache", "save", 1), ("layer", "crop", 1), ("cache", "state", {"dtype": "load"})):
+        cache.save(path)
+
+        def change(header: Any, where: str = where, name: str = name, value: Any = value) -> None:
+            (header["cache"] if where == "cache" else header["layers"][0]).update({name: value})
+
+        edit(path, change)
+        with pytest.raises(errors.StoreError, match="damaged"):
+            foveakv.load_cache(path, model)
+
+
+def test_images_of_a_later_turn_are_not_those_of_the_prompt(tmp_path: Path) -> None:
+    model, inputs = matrix.model("llava", torch.float64), families.prompt("llava", dtype=torch.float64)
+    text = {"input_ids": torch.tensor([families.words(20, 0)])}
+    cache = foveakv.cache_for(model, matrix.method("snapkv"), saveable=True)
+    for part in (text, {"input_ids": inputs["input_ids"], "pixel_values": inputs["pixel_values"]}):
+        model(**part, **{matrix.cache_argument("llava"): cache})
+    cache.save(tmp_path / "cache")
+    assert foveakv.load_cache(tmp_path / "cache", model, inputs=text).seen == cache.seen
+    assert cache.contents is not None
+    cache.contents.crop(20)
+    assert cache.contents.inputs == []
+
+
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "gemma3", "idefics3"])
 def test_images_of_generate_are_recorded(family: str, tmp_path: Path) -> None:
     """Also where `generate` encodes them before its first pass."""
@@ -236,3 +272,10 @@ def test_images_of_generate_are_recorded(family: str, tmp_path: Path) -> None:
     other = {**inputs, "pixel_values": inputs["pixel_values"] + 1}
     with pytest.raises(errors.InputError, match="pixel_values"):
         foveakv.load_cache(tmp_path / "cache", model, inputs=other)
+
+
+def test_chunks_on_disk_are_in_memory_after_loading(tmp_path: Path) -> None:
+    model, inputs, cache = start("llava", matrix.method("hybridkv", store="disk"))
+    cache.save(tmp_path / "cache")
+    loaded = foveakv.load_cache(tmp_path / "cache", model, inputs=inputs)
+    assert torch.equal(go_on("llava", model, loaded, 3), go_on("llava", model, cache, 3))

@@ -173,7 +173,7 @@ def end_layer(layer: Any, query: Tensor, mask: Mask | None, scaling: float) -> N
     keys, values = (union.gather(padded) for padded in segments.gather())
     candidates = union.held
     if block.protected is not None:
-        candidates = candidates & ~_protected(block, union.columns)[:, None]
+        candidates = candidates & ~_protected(block.protected, union.columns)[:, None]
     names = segments.field_names
     visible = union.visible(mask, prompt)
     shared: tuple[int, int, Tensor, float, PromptView, Any] = layer.shared(query.detach(), scaling)
@@ -245,10 +245,9 @@ def _offload(
     block.evicted -= moved
 
 
-def _protected(block: Block, columns: Tensor) -> Tensor:
+def _protected(protected: Tensor, columns: Tensor) -> Tensor:
     """Whether columns [B, n] of the context are of tokens that stay: bool [B, n]."""
-    assert block.protected is not None
-    return block.protected.gather(1, columns.clamp_min(0)) & (columns >= 0)
+    return protected.gather(1, columns.clamp_min(0)) & (columns >= 0)
 
 
 def _keep(layer: Any, block: Block, keep: Tensor | None) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -32,12 +33,20 @@ from foveakv.engines.transformers.sizes import head_dim, warn_beyond_positions
 from foveakv.engines.transformers.stream import Stream
 from foveakv.errors import (
     CacheInUseError,
+    FoveaKVError,
+    PoolFullError,
     UnsupportedModeError,
     UnsupportedModelError,
 )
 from foveakv.memory import quantizer
 from foveakv.methods.base import Method
 from foveakv.methods.views import PromptEndView, PromptView, State
+
+# What `begin_forward` changes; a pass that cannot begin leaves it as it was.
+_SET_BY_BEGIN = (
+    "prompt", "context", "_request", "state", "undecided", "block", "block_peak", "turn_start", "first_columns",
+    "first_lengths", "last_chunk", "kinds_known", "_prefilling", "forward_tokens",
+)  # fmt: skip
 
 
 class CompressedCache(CacheFacts):
@@ -161,7 +170,8 @@ class CompressedCache(CacheFacts):
                 layer.check_crop(remove)
         self.note_peak()
         before = self.seen
-        super().crop(tokens_to_remove)
+        with self._changing():
+            super().crop(tokens_to_remove)
         if self.context is not None and self.context.columns > self.seen:
             self.context = PromptMap(self.context.kinds[:, : self.seen], self.context.index[:, : self.seen])
         if self.contents is not None:
@@ -171,20 +181,34 @@ class CompressedCache(CacheFacts):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder sequences for beam search: sequence b becomes the former sequence `beam_idx[b]`."""
-        super().reorder_cache(beam_idx)
-        self._select(beam_idx)
+        with self._changing():
+            super().reorder_cache(beam_idx)
+            self._select(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep the sequences `indices`."""
-        super().batch_select_indices(indices)
-        if self.prompt is not None:
-            self._select(torch.arange(self.prompt.batch, device=indices.device)[indices])
+        with self._changing():
+            super().batch_select_indices(indices)
+            if self.prompt is not None:
+                self._select(torch.arange(self.prompt.batch, device=indices.device)[indices])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every sequence `repeats` times."""
-        super().batch_repeat_interleave(repeats)
-        if self.prompt is not None:
-            self._select(torch.arange(self.prompt.batch).repeat_interleave(repeats))
+        with self._changing():
+            super().batch_repeat_interleave(repeats)
+            if self.prompt is not None:
+                self._select(torch.arange(self.prompt.batch).repeat_interleave(repeats))
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Around a change of all layers: a cache that it left half-changed is refused from then on, as after a pass."""
+        try:
+            yield
+        except BaseException as error:
+            # Refusals of this library come before the change; a pool may be full in any layer.
+            if isinstance(error, PoolFullError) or not isinstance(error, FoveaKVError):
+                self.forward_tokens = 0
+            raise
 
     def _select(self, index: Tensor) -> None:
         self.placed.select(index)
@@ -236,10 +260,15 @@ class CompressedCache(CacheFacts):
             mask: [B, >= new], 0 at padding; or None, or a mask that the caller prepared.
             kinds_known: False if the inputs do not say which tokens are visual.
             block: what the pass reads, if a block of a context that has further ones.
+
+        Raises:
+            CacheInUseError, UnsupportedModeError, NoVisualTokensError, MethodError: the pass cannot begin; the cache
+                is as before. So it is after any other error of the method, and after an interrupt.
         """
         if self.forward_tokens is not None:
             raise CacheInUseError(
-                "an earlier forward pass with this cache failed before it was complete; start again with a new cache"
+                "an earlier forward pass with this cache, or a change of its sequences, failed half way; start again "
+                "with a new cache"
             )
         segments = self.compressed[0].segments
         if segments is not None and batch is not None and batch != segments.batch:
@@ -248,23 +277,28 @@ class CompressedCache(CacheFacts):
             self.clock.check_room(new)
         if prompt is not None:  # before the prefill asks for the fused sums: every request then computes alike
             kernels.prepare(prompt.kinds.device, itemsize=itemsize, backend=self.backend)
-        self._prefilling = not self.prefilled
-        before = self.prompt, self._request, self.state, self.context, self.turn_start, self.undecided
+        before = {name: value for name, value in vars(self).items() if name in _SET_BY_BEGIN}
+        passes = None if self.trace is None else len(self.trace)
         try:
+            self._prefilling = not self.prefilled
             if prompt is not None:
                 self.kinds_known = self.kinds_known and kinds_known
                 self.block_peak = 0 if self.prefilled else self.block_peak
                 contexts.begin(self, prompt, itemsize, new, total, block, mask)
+            if self.trace is not None:
+                self.trace.append({})
+            warn_beyond_positions(self.config, self.seen, new)
+            if self.clock is not None:
+                self.clock.begin(new, mask if isinstance(mask, Tensor) and mask.ndim == 2 else None)
+            self._started = time.perf_counter()
+            self.forward_tokens = new
         except BaseException:
-            self.prompt, self._request, self.state, self.context, self.turn_start, self.undecided = before
+            self.__dict__.update(before)
+            if self.clock is not None:
+                self.clock.running = False
+            if self.trace is not None:
+                del self.trace[passes:]
             raise
-        if self.trace is not None:
-            self.trace.append({})
-        if self.clock is not None:
-            self.clock.begin(new, mask if isinstance(mask, Tensor) and mask.ndim == 2 else None)
-        warn_beyond_positions(self.config, self.seen, new)
-        self.forward_tokens = new
-        self._started = time.perf_counter()
 
     def end_forward(self, model_state: list[Any]) -> None:
         """Finish a forward pass; `model_state` is what the model stores on itself (M-RoPE offsets)."""

@@ -25,6 +25,7 @@ class SessionState:
             `Method.for_model`.
         prompt_total: set inside `chunked_prefill`: prompts are complete at this number of tokens.
         prompt_from: with it, the tokens that were there when its first chunk was read.
+        reading: with it, the caches that are being read in chunks.
         caches: those of the latest call, the prompt's first. A call with a second branch (the unconditional one of
             classifier-free guidance) has one more for each.
         calls: calls in progress.
@@ -35,11 +36,27 @@ class SessionState:
     method: Method = field(init=False)
     prompt_total: int | None = None
     prompt_from: int | None = None
+    reading: weakref.WeakSet[CompressedCache] = field(default_factory=weakref.WeakSet)
     caches: list[CompressedCache] = field(default_factory=list)
     calls: weakref.WeakSet[Call] = field(default_factory=weakref.WeakSet)
 
     def __post_init__(self) -> None:
         self.method = self.given
+
+    def total_for(self, cache: CompressedCache, new: int) -> int | None:
+        """`prompt_total` if a pass of `new` tokens reads a chunk; None: it does not.
+
+        Caches with a complete prompt may decode between the chunks of another one. Of these only the first that adds
+        several tokens, or the session's own, is read in chunks: a later turn of it.
+        """
+        total = self.prompt_total
+        if total is None or cache in self.reading:
+            return total
+        turn = not self.reading and cache.seen < total and (new > 1 or any(cache is own for own in self.caches))
+        if cache.prefilled and not turn:
+            return None
+        self.reading.add(cache)
+        return total
 
 
 @dataclass(eq=False)

@@ -19,19 +19,23 @@ _NO_CONTENT = (
 class Contents:
     """The inputs of all passes so far.
 
-    tokens: int64 [B, q] of every pass, -1 for embeddings. inputs: for every pass that had other tensors, the digests of
-    these by name.
+    tokens: int64 [B, q] of every pass, -1 for embeddings. inputs: for every pass that had other tensors, the number of
+    its first token and the digests of these by name.
     """
 
     def __init__(self) -> None:
         self.tokens: list[Tensor] = []
-        self.inputs: list[dict[str, str]] = []
+        self.inputs: list[tuple[int, dict[str, str]]] = []
 
     def note(self, ids: Tensor, digests: Mapping[str, str]) -> None:
         """Record a pass over ids [B, q] with other inputs of these digests, after it has ended."""
-        self.tokens.append(ids.detach().to(torch.int64, copy=True))
         if digests:
-            self.inputs.append(dict(digests))
+            self.inputs.append((sum(each.shape[1] for each in self.tokens), dict(digests)))
+        self.tokens.append(ids.detach().to(torch.int64, copy=True))
+
+    def first(self) -> dict[str, str]:
+        """The digests of the first pass."""
+        return next((digests for start, digests in self.inputs if start == 0), {})
 
     def select(self, index: Tensor) -> None:
         """Sequence b becomes the former sequence index[b]; int64 [B']."""
@@ -40,6 +44,7 @@ class Contents:
     def crop(self, seen: int) -> None:
         """Forget all tokens from number `seen` on."""
         self.tokens = [self.ids()[:, :seen]] if self.tokens else []
+        self.inputs = [(start, digests) for start, digests in self.inputs if start < seen]
 
     def ids(self) -> Tensor:
         """Token ids of all that has been read: int64 [B, seen]."""

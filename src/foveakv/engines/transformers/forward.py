@@ -22,7 +22,7 @@ from foveakv.engines.transformers.calls import Call, SessionState, new_cache
 from foveakv.engines.transformers.contents import digests_of
 from foveakv.engines.transformers.joined import JoinedCache
 from foveakv.engines.transformers.joined_forward import run_joined
-from foveakv.engines.transformers.joined_positions import note_places
+from foveakv.engines.transformers.joined_positions import noted_places
 from foveakv.engines.transformers.masks import check_prepared
 from foveakv.engines.transformers.preallocated import padding_mask
 from foveakv.engines.transformers.second_pass import FirstPass
@@ -193,19 +193,20 @@ def _begin(attached: Attachment, call: Call, cache: CompressedCache, kwargs: dic
         raise UnsupportedModeError("a compiled step needs position_ids; `generate` passes them, pass yours too")
     if not call.generating:
         attached.set_model_state(cache.model_state)
-    note_places(cache, kwargs)
-    ids = _ids(kwargs)
-    new, total = ids.shape[1], _total(attached, call, cache)
+    placed, ids = noted_places(cache, kwargs), _ids(kwargs)
+    new = ids.shape[1]
+    total = _total(attached, call, cache, new)
     _check_mask(cache, kwargs.get("attention_mask"), new, None if cache.compresses_chunks else total)
     block = _block(attached, call, cache, new, total)
-    if block is not None and not call.generating and block.total is not None and (session := attached.session()):
-        session.prompt_from = block.began
     prompt = None if cache.prefilled and block is None else prompt_map(model, kwargs)
     known = kwargs.get("input_ids") is not None or kwargs.get("mm_token_type_ids") is not None
     cache.begin_forward(
         new, prompt, total, model.dtype.itemsize, batch=len(ids), mask=kwargs.get("attention_mask"), kinds_known=known,
         block=block,
     )  # fmt: skip
+    cache.placed = placed  # only now: a pass that is refused changes nothing
+    if block is not None and not call.generating and block.total is not None and (session := attached.session()):
+        session.prompt_from = block.began
 
 
 def _block(attached: Attachment, call: Call, cache: CompressedCache, new: int, total: int | None) -> Reads | None:
@@ -246,7 +247,8 @@ def _check_mask(cache: CompressedCache, mask: Any, new: int, total: int | None) 
 
 def _drafted(attached: Attachment, call: Call, cache: CompressedCache, kwargs: dict[str, Any]) -> int:
     """The number of tokens after the prompt, or after a later turn, in the pass that completes it."""
-    total, new = _total(attached, call, cache), _ids(kwargs).shape[1]
+    new = _ids(kwargs).shape[1]
+    total = _total(attached, call, cache, new)
     if total is not None and 0 < call.began == cache.seen and new >= total:
         raise UnsupportedModeError(
             f"transformers {compat.VERSION} reads the whole context again when assisted decoding continues a cache; "
@@ -258,12 +260,12 @@ def _drafted(attached: Attachment, call: Call, cache: CompressedCache, kwargs: d
     return 0 if total is None else max(0, cache.seen + new - total)
 
 
-def _total(attached: Attachment, call: Call, cache: CompressedCache) -> int | None:
+def _total(attached: Attachment, call: Call, cache: CompressedCache, new: int) -> int | None:
     """The number of tokens at which the prompt of a pass is complete; None: with the pass itself."""
     if call.generating:
         return call.prompt_total if call.caches[:1] == [cache] else None  # a second branch reads its prompt at once
     session = attached.session()
-    return None if session is None else session.prompt_total
+    return None if session is None else session.total_for(cache, new)
 
 
 def _ids(kwargs: dict[str, Any]) -> Tensor:

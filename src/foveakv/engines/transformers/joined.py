@@ -147,7 +147,7 @@ def _check(members: Sequence[CompressedCache]) -> None:
             f"the members of a JoinedCache are caches of foveakv.cache_for or of a session, got {type(wrong).__name__}"
         )
     if len({id(member) for member in members}) < len(members):
-        raise CacheInUseError("a cache can be only once in a JoinedCache; copy.deepcopy it for a second continuation")
+        raise CacheInUseError("a cache can be only once in a JoinedCache; cache.fork() gives a second one")
     owners = {id(member.owner() if member.owner is not None else None) for member in members}
     if len(owners) > 1:
         raise CacheInUseError("the members of a JoinedCache must have been made for the same model")

@@ -46,6 +46,7 @@ def run_joined(original: Original, joined: JoinedCache, kwargs: dict[str, Any]) 
         output = original(**kwargs)
     for number, (member, rows) in enumerate(zip(joined.members, joined.rows, strict=True)):
         if member.contents is not None and number not in joined.errors:
-            member.contents.note(tokens[rows] if tokens.ndim == 2 else tokens.new_full((1, 1), -1), {})
+            ids = tokens if tokens.ndim == 2 else tokens.new_full(tokens.shape[:2], -1)
+            member.contents.note(ids[rows], {})
     joined.raise_errors(output)
     return output

@@ -5,6 +5,7 @@ In a joined decode step every row has a length of its own, so the model cannot d
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,13 +15,17 @@ from transformers.masking_utils import causal_mask_function
 
 from foveakv.engines.transformers.cache import CompressedCache
 from foveakv.engines.transformers.masks import LazyMask
+from foveakv.engines.transformers.placed import Placed
 
 
-def note_places(cache: CompressedCache, arguments: Mapping[str, Any]) -> None:
-    """Before a forward pass of one cache: keep what its arguments say of positions and padding."""
+def noted_places(cache: CompressedCache, arguments: Mapping[str, Any]) -> Placed:
+    """Before a forward pass of one cache: what its `placed` is with what the arguments say of positions and padding."""
+    placed = copy.copy(cache.placed)
     tokens = next((arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None), None)
     if tokens is not None:
-        cache.placed.note(arguments, cache.seen, tokens.shape[1], cache.prompt_columns if cache.prefilled else None)
+        batch, new = tokens.shape[:2]
+        placed.note(arguments, cache.seen, batch, new, cache.prompt_columns if cache.prefilled else None)
+    return placed
 
 
 def next_positions(cache: CompressedCache, device: torch.device) -> Tensor:
@@ -32,7 +37,6 @@ def next_positions(cache: CompressedCache, device: torch.device) -> Tensor:
     shift = cache.placed.shift
     batch = cache.full_prompt.batch
     if shift is not None:
-        shift = shift if len(shift) == batch else shift.expand(batch)
         return (shift.to(device) + cache.seen)[:, None]
     delta = next((value for value in cache.model_state if isinstance(value, Tensor)), None)
     if delta is None:

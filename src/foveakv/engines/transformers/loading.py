@@ -17,7 +17,7 @@ from foveakv.engines.transformers.cache import CompressedCache
 from foveakv.engines.transformers.contents import Contents, digests_of
 from foveakv.engines.transformers.options import CacheOptions
 from foveakv.engines.transformers.packing import Unpacker
-from foveakv.engines.transformers.saving import FORMAT, HEADER, NOT_SAVED, facts_of_model, settings_of
+from foveakv.engines.transformers.saving import FORMAT, HEADER, NOT_OF_LAYERS, NOT_SAVED, facts_of_model, settings_of
 from foveakv.errors import FoveaKVError, InputError, StoreError
 from foveakv.memory.pool import Pool
 from foveakv.methods import Method, get
@@ -58,10 +58,11 @@ def load_cache(
         _compare(
             path, {name: key[name] for name in ("model", "transformers", "device", "dtype")}, facts_of_model(model)
         )
-        saved = get(key["method"]["method"], **{k: v for k, v in key["method"].items() if k != "method"})
-        if method is not None:
+        if method is None:
+            method = get(key["method"]["method"], **{k: v for k, v in key["method"].items() if k != "method"})
+        else:  # it need not be registered
             _compare(path, key["method"], settings_of(method))
-        cache = cache_for(model, saved if method is None else method, options=CacheOptions(**options, pool=pool))
+        cache = cache_for(model, method, options=CacheOptions(**options, pool=pool))
         with torch.inference_mode(False), torch.no_grad():
             _fill(cache, header, Unpacker(tensors, model.device, pool))
     except FoveaKVError:
@@ -78,13 +79,17 @@ def _fill(cache: CompressedCache, header: Mapping[str, Any], unpacker: Unpacker)
         raise ValueError("another number of layers")
     for layer, packed in zip(cache.layers, header["layers"], strict=True):
         for name, value in packed.items():
+            # Layers of transformers get some attributes with their first pass only.
+            if name in NOT_OF_LAYERS or (name not in vars(layer) and hasattr(layer, name)):
+                raise ValueError(f"unknown attribute {name!r}")
             setattr(layer, name, unpacker.unpack(value))
     for name, value in header["cache"].items():
-        if name in NOT_SAVED or not hasattr(cache, name):
+        if name in (*NOT_SAVED, "contents") or name not in vars(cache):
             raise ValueError(f"unknown attribute {name!r}")
         setattr(cache, name, unpacker.unpack(value))
     contents = Contents()
-    contents.tokens, contents.inputs = [unpacker.unpack(header["tokens"])], header["inputs"]
+    contents.tokens = [unpacker.unpack(header["tokens"])]
+    contents.inputs = [(int(start), dict(digests)) for start, digests in header["inputs"]]
     cache.contents = contents
 
 
@@ -107,7 +112,7 @@ def _check_inputs(path: Any, cache: CompressedCache, inputs: Mapping[str, Any]) 
     ):
         raise InputError(f"{path} does not fit: it was saved after another text (token ids differ)")
     given = digests_of(inputs)
-    saved: dict[str, str] = cache.contents.inputs[0] if cache.contents is not None and cache.contents.inputs else {}
+    saved = {} if cache.contents is None else cache.contents.first()
     wrong = [name for name in given if saved.get(name) != given[name]]
     missing = [name for name in saved if name not in given]
     if wrong or missing:

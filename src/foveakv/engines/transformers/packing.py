@@ -24,6 +24,7 @@ from foveakv.memory.segments import Segments
 from foveakv.methods.views import State
 
 _ROOMS = ("foveakv.core.", "foveakv.memory.", "foveakv.methods.", "foveakv.engines.transformers.")
+_CLASSES = ("ChunkStore", "Digests", "Placed")  # that are neither dataclasses nor states
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -113,11 +114,18 @@ class Unpacker:
         return made
 
 
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"unknown dtype {name!r}")
+    return found
+
+
 _KINDS: dict[str, Callable[[Unpacker, Any], Any]] = {
     "tensor": lambda unpacker, content: unpacker.tensors[content],
     "on_device": lambda unpacker, content: unpacker.tensors[content].to(unpacker.device),
     "float": lambda unpacker, content: float(content),
-    "dtype": lambda unpacker, content: getattr(torch, content),
+    "dtype": lambda unpacker, content: _dtype(content),
     "device": lambda unpacker, content: unpacker.device,
     "tuple": lambda unpacker, content: tuple(unpacker.unpack(each) for each in content),
     "dict": lambda unpacker, content: {unpacker.unpack(k): unpacker.unpack(v) for k, v in content},
@@ -140,7 +148,10 @@ def find_class(name: str) -> type | None:
         found = getattr(sys.modules.get(module), attribute, None)
         if not (isinstance(found, type) and issubclass(found, State)):
             return None
-    return found if isinstance(found, type) and found.__module__ == module else None
+    if not isinstance(found, type) or found.__module__ != module:
+        return None
+    known = dataclasses.is_dataclass(found) or issubclass(found, State) or found.__name__ in _CLASSES
+    return found if known else None
 
 
 def _contents(value: Any) -> dict[str, Any]:

@@ -21,8 +21,11 @@ class Placed:
         self.shift: Tensor | None = None
         self.padding: Tensor | None = None
 
-    def note(self, arguments: Mapping[str, Any], before: int, new: int, prompt_columns: int | None) -> None:
-        """Before a forward pass: tokens seen before, new tokens, columns of the prompt (None: it is being read)."""
+    def note(self, arguments: Mapping[str, Any], before: int, batch: int, new: int, prompt_columns: int | None) -> None:
+        """Before a forward pass: tokens seen before, sequences, new tokens, columns of the prompt (None: being read).
+
+        Tensors are replaced, never written to.
+        """
         if new == 1 and prompt_columns is not None:
             return
         positions, mask = arguments.get("position_ids"), arguments.get("attention_mask")
@@ -30,6 +33,8 @@ class Placed:
             # With four axes the first is the token's index, which text models use for their masks only.
             axes = positions[None] if positions.ndim == 2 else positions[-3:]
             following = axes.long().amax((0, -1)) + 1
+            if len(following) == 1:
+                following = following.expand(batch)  # position_ids [1, q] hold for all sequences
             if self.shift is not None and len(self.shift) == len(following):
                 # A chunk that begins inside an image may end at a lower position than the one before it.
                 following = torch.maximum(following, self.shift + before)

@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 
 from foveakv.engines.transformers import compat
 from foveakv.engines.transformers.fingerprint import digest_of
-from foveakv.engines.transformers.layer import CompressedLayer
 from foveakv.engines.transformers.packing import Packer
 from foveakv.errors import CacheInUseError, StoreError, UnsupportedModeError
 from foveakv.methods import Method
@@ -34,7 +33,7 @@ NOT_SAVED = (
     "stream", "block", "forward_tokens", "last_chunk", "_prefilling", "_started", "_new_positions", "only_non_sliding",
     "prefetch_stream", "_is_user_defined",
 )  # fmt: skip
-_NOT_OF_LAYERS = ("_cache", "_dense", "_queries", "_first_pass")
+NOT_OF_LAYERS = ("_cache", "_dense", "_queries", "_first_pass")
 
 
 def save(cache: Any, path: str | os.PathLike[str], more: dict[str, Any] | None = None) -> None:
@@ -114,11 +113,8 @@ def _key(cache: Any) -> dict[str, Any]:
 
 
 def _layer_contents(layer: Any) -> dict[str, Any]:
-    """What is saved of a layer: of one that is not compressed, its tensors and plain values."""
-    if isinstance(layer, CompressedLayer):
-        return {name: value for name, value in vars(layer).items() if name not in _NOT_OF_LAYERS}
-    kinds = (torch.Tensor, torch.dtype, torch.device, bool, int, float, str, type(None))
-    return {name: value for name, value in vars(layer).items() if isinstance(value, kinds)}
+    """What is saved of a layer, transformers' own included: all but what is derived or belongs to its cache."""
+    return {name: value for name, value in vars(layer).items() if name not in NOT_OF_LAYERS}
 
 
 def _write(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:

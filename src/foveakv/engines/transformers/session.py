@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -115,7 +116,7 @@ class Session:
         """For hand-written loops that read a prompt in chunks: it is compressed once `tokens` tokens have been read.
 
         With the option `chunks="compress"`, every chunk is compressed when it has been read. tokens: the length of the
-        context once the prompt is complete; shares in a budget are of it.
+        context once the prompt is complete; shares in a budget are of it. Other caches may decode meanwhile.
         `generate(prefill_chunk_size=...)` needs no such block.
 
         Raises:
@@ -123,12 +124,13 @@ class Session:
         """
         if self._attached is None:
             raise CacheInUseError("chunked_prefill() works inside the session's `with` block only")
-        outer = self._state.prompt_total, self._state.prompt_from
+        state = self._state
+        outer = state.prompt_total, state.prompt_from, state.reading
         try:
-            self._state.prompt_total, self._state.prompt_from = tokens, None
+            state.prompt_total, state.prompt_from, state.reading = tokens, None, weakref.WeakSet()
             yield
         finally:
-            self._state.prompt_total, self._state.prompt_from = outer
+            state.prompt_total, state.prompt_from, state.reading = outer
 
     def feed(self, **inputs: Any) -> Any:
         """Read a block of the context without generating: the first one, or one after what `cache` has read.
