@@ -146,7 +146,7 @@ class Engine:
                 timed(runner, "_execute_mm_encoder") as encoder,
                 timed(worker_side, "decide") as decide,
                 timed(side, "take_queries") as queries,
-                timed(side, "compact") as compact,
+                timed(side, "_move_all") as moves,
             ):
                 start = time.perf_counter()
                 while not any(output.request_id == name for output in self.engine.step()):
@@ -157,7 +157,7 @@ class Engine:
             found.append(
                 {
                     "prefill_s": prefill, "encoder_s": sum(encoder), "scoring_s": sum(decide) + sum(queries),
-                    "moving_s": sum(compact), "calls": len(decide),
+                    "moving_s": sum(moves), "calls": len(decide),
                 }
             )  # fmt: skip
         return found
