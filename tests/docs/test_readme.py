@@ -43,8 +43,9 @@ def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     model, processor = families.build("llava"), tiny_folder.processor()
     loaded = models.Loaded(model, processor)
-    monkeypatch.setattr(models, "load", lambda *args, **kwargs: loaded)
-    monkeypatch.setattr(foveakv, "load", models.load, raising=False)
+    # `foveakv.load` first: it is looked up in `models` on first use, and what is restored must be the real one.
+    monkeypatch.setattr(foveakv, "load", lambda *args, **kwargs: loaded, raising=False)
+    monkeypatch.setattr(models, "load", foveakv.load)
     monkeypatch.chdir(tmp_path)
     for i, name in enumerate(("a.png", "b.png")):
         tiny_folder.picture(i).save(name)

@@ -32,5 +32,6 @@ def test_example_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_example_runs_with_the_embedded_model(capsys: pytest.CaptureFixture[str]) -> None:
     scope = run()
     output = capsys.readouterr().out
-    assert output.splitlines()[0].strip(), "there is an answer; which digit it has depends on the processor"
+    # It names the card; which digit it reads may hang on a near tie.
+    assert scope["sample"].captions[0].split(":")[0] in output
     assert scope["stream"].report.bytes < scope["stream"].report.highest_bytes
