@@ -1,4 +1,4 @@
-"""The memory behind the pages of a pool: rows whose memory comes from the system, and goes back to it, in parts.
+"""The memory behind the pages of a pool: rows that are allocated and released in parts.
 
 On a CPU under Linux the address range of all rows is reserved at once, and the system provides memory when a row is
 first written; `drop` gives the memory of some rows back. Nothing moves. Elsewhere rows are an ordinary tensor, which is

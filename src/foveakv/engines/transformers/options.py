@@ -146,7 +146,7 @@ class CacheOptions:
         if method.evicts_while_decoding:
             for name, given in (("keep_text", self.keep_text is True), ("pinned", self.pinned != "none")):
                 if given:
-                    raise MethodError(f"{method.name} evicts while decoding, whatever {name} says; leave {name} out")
+                    raise MethodError(f"{method.name} evicts while decoding, also what {name} names; leave {name} out")
         if self.preallocated is not None:
             PREALLOCATED.check(
                 method, "remove preallocate, or use a method that acts at the prompt only (snapkv, adakv, fastv, full)"
