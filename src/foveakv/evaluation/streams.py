@@ -1,7 +1,7 @@
 """Compare methods on streams of cards: `python -m foveakv.evaluation.streams --out FOLDER`.
 
-Every method reads the same streams, block by block, under budgets of a few frames' tokens, and is then asked about them.
-Finished streams are in FOLDER/results.jsonl and are not run again, so that a run can be continued or enlarged.
+Every method reads the same streams, block by block, under budgets of a few frames' tokens, and is then asked about
+them. Finished streams are in FOLDER/results.jsonl and are not run again, so that a run can be continued or enlarged.
 """
 
 from __future__ import annotations
